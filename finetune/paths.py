@@ -1,0 +1,139 @@
+"""Where things are: shipped recipes, specs and suites (in a checkout or an installed wheel), caches, and safe writing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError, did_you_mean
+
+_KINDS = ("recipes", "data", "eval")
+
+
+def shipped_root() -> Path:
+    """The folder that holds `recipes/`, `data/` and `eval/`: the checkout when there is one, else the wheel's share."""
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "recipes").is_dir() and (checkout / "pyproject.toml").is_file():
+        return checkout
+    return Path(sys.prefix) / "share" / "finetune"
+
+
+def find_declarative(kind: str, name: str, *, relative_to: Path | None = None, where: str = "") -> Path:
+    """Resolve a recipe, dataset spec or suite by path or by shipped name.
+
+    Tried in order: the path as given (absolute or from the working folder), relative to the file that names it
+    (`relative_to`), then `<shipped root>/<kind>/<name>[.yaml]`. `kind` is 'recipes', 'data' or 'eval'.
+    Raises UserError with the nearest shipped name when nothing matches.
+    """
+    assert kind in _KINDS, kind
+    given = Path(name).expanduser()
+    bases = [Path.cwd()] + ([relative_to] if relative_to else []) + [shipped_root() / kind, shipped_root()]
+    for base in bases:
+        for candidate in (base / given, base / f"{given}.yaml"):
+            if candidate.is_file():
+                return candidate.resolve()
+    known = shipped_names(kind)
+    raise UserError(
+        f"no such file or shipped {kind} entry: '{name}'",
+        where=where,
+        why=f"looked in {', '.join(str(base) for base in dict.fromkeys(bases))}",
+        fix=did_you_mean(name.removesuffix(".yaml"), known),
+    )
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Names of everything shipped under a declarative folder, without '.yaml', e.g. 'sft/home_intents_lora'."""
+    root = shipped_root() / kind
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+
+
+def cache_root() -> Path:
+    """Converted models and other derived files, safe to delete: $FINETUNE_CACHE or ~/.cache/finetune."""
+    given = os.environ.get("FINETUNE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "finetune"
+
+
+def runs_root() -> Path:
+    """Where run folders are made: $FINETUNE_RUNS or ./runs."""
+    return Path(os.environ.get("FINETUNE_RUNS", "runs"))
+
+
+@contextlib.contextmanager
+def disk_faults(path: Path) -> Iterator[None]:
+    """Turn 'disk full' and 'not writable' into user errors that name the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"no space left while writing {path}",
+                fix="free some space or choose another folder with --run-dir or FINETUNE_RUNS",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(
+                f"cannot write {path}: {error.strerror}",
+                fix="choose a folder you may write to, or mend its permissions",
+            ) from error
+        raise
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write beside, fsync, rename: a reader sees the old bytes or the new ones, never half of them."""
+    raw = data.encode() if isinstance(data, str) else data
+    with disk_faults(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(raw)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON, atomically; refuses NaN so that no page or gate ever reads one."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of ours; a damaged one is a user error with the path."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", fix="check the path or the run folder") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}", fix="delete it and run again") from None
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object a line, atomically."""
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Every line of a JSONL file of ours as a dict; a damaged line is a user error with its number."""
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", fix="check the path or the run folder") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"not valid JSON: {error}", where=f"{path}:{number}") from None
+    return rows
