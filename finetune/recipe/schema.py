@@ -25,14 +25,22 @@ class ModelSection(Section):
 
     id: str = Field(description="`builtin:smollm2-135m-instruct`, a folder, or a hub id.")
     revision: str | None = Field(None, description="Commit or tag of a hub id.")
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the frozen base weights and of the compute.")
-    quantize: Literal["none", "nf4", "fp4", "int8"] = Field("none", description="Quantization of the frozen weights; `nf4` is QLoRA.")
-    double_quantization: bool = Field(True, description="Quantize the 4-bit constants too (0.37 bits a parameter less).")
+    dtype: Literal["bf16", "fp32"] = Field(
+        "bf16", description="Type of the frozen base weights and of the compute."
+    )
+    quantize: Literal["none", "nf4", "fp4", "int8"] = Field(
+        "none", description="Quantization of the frozen weights; `nf4` is QLoRA."
+    )
+    double_quantization: bool = Field(
+        True, description="Quantize the 4-bit constants too (0.37 bits a parameter less)."
+    )
     attention: Literal["auto", "document", "sdpa", "eager"] = Field(
         "auto",
         description="`document` attends each packed document by itself; `auto` takes it when packing.",
     )
-    trust_remote_code: Literal[False] | str = Field(False, description="Off, or the pinned commit whose code may run.")
+    trust_remote_code: Literal[False] | str = Field(
+        False, description="Off, or the pinned commit whose code may run."
+    )
 
 
 class AdapterSection(Section):
@@ -65,21 +73,33 @@ class TrainSection(Section):
 
     method: Literal["sft"] = Field("sft", description="Training method.")
     epochs: Annotated[float, Field(gt=0)] = Field(2.0, description="Passes over the train rows.")
-    max_steps: Count | None = Field(None, description="Stop after this many optimizer steps, whatever `epochs` says.")
+    max_steps: Count | None = Field(
+        None, description="Stop after this many optimizer steps, whatever `epochs` says."
+    )
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = Field(2e-4, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape after the warm-up."
+    )
     warmup_share: Share = Field(0.05, description="Linear warm-up, as a share of all steps.")
     floor_share: Share = Field(0.1, description="The cosine ends at this share of the peak.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled decay; never on biases and norms.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip, once, on the accumulated gradient.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Decoupled decay; never on biases and norms."
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Clip, once, on the accumulated gradient."
+    )
     micro_batch_size: Count = Field(1, description="Packs (or rows, without packing) in one forward pass.")
     gradient_accumulation_steps: Count = Field(1, description="Forward passes in one optimizer step.")
     packing: bool = Field(True, description="Fill packs of whole rows that cannot see each other.")
     pack_tokens: Count = Field(1024, description="Capacity of a pack, in tokens.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, about 30 % slower.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations: less memory, about 30 % slower."
+    )
     checkpoint_every_steps: Count = Field(50, description="Optimizer steps between resumable checkpoints.")
     keep_checkpoints: Count = Field(2, description="Newest checkpoints kept.")
-    validate_every_steps: Count | None = Field(None, description="Steps between token-weighted validation losses; none: once, at the end.")
+    validate_every_steps: Count | None = Field(
+        None, description="Steps between token-weighted validation losses; none: once, at the end."
+    )
     report_to: list[Literal["trackio", "wandb", "tensorboard", "mlflow"]] = Field(
         default_factory=list, description="Trackers to feed besides events.jsonl."
     )
@@ -88,15 +108,23 @@ class TrainSection(Section):
 class EvalSection(Section):
     """How the tuning is judged. Fixed before training; a recipe without a suite is refused."""
 
-    suites: Annotated[list[str], Field(min_length=1)] = Field(description="Suites: names under eval/ or paths; the first decides the verdict.")
+    suites: Annotated[list[str], Field(min_length=1)] = Field(
+        description="Suites: names under eval/ or paths; the first decides the verdict."
+    )
     baselines: Annotated[list[Literal["zero_shot", "few_shot"]], Field(min_length=1)] = Field(
         default_factory=lambda: ["zero_shot", "few_shot"],
         description="Arms of the untuned model, run and stored before training.",
     )
-    against: Literal["zero_shot", "few_shot"] = Field("few_shot", description="The baseline that the verdict is taken against.")
+    against: Literal["zero_shot", "few_shot"] = Field(
+        "few_shot", description="The baseline that the verdict is taken against."
+    )
     batch_size: Count = Field(32, description="Sequences decoded together; changes speed, not results.")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute type of evaluation, the same for every arm.")
-    max_items: Count | None = Field(None, description="Use only the first items of each suite (for a smoke run).")
+    dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Compute type of evaluation, the same for every arm."
+    )
+    max_items: Count | None = Field(
+        None, description="Use only the first items of each suite (for a smoke run)."
+    )
 
     @model_validator(mode="after")
     def _against_is_run(self) -> EvalSection:
@@ -109,7 +137,9 @@ class Recipe(Section):
     """One YAML that fixes a run."""
 
     recipe: Literal[1] = Field(1, description="Version of this schema.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(description="Name of the run; the file's stem by default.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="Name of the run; the file's stem by default."
+    )
     description: str = Field("", description="One sentence for the report.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Seed of every generator.")
     model: ModelSection

@@ -1,0 +1,60 @@
+"""Entry point of the `finetune` command: registers the commands and turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer._click.exceptions import ClickException  # typer carries its own click
+
+from finetune import __version__
+from finetune.cli.output import print_user_error
+from finetune.errors import ExitCode, UserError
+
+app = typer.Typer(
+    name="finetune",
+    help="Tune a language model, and know with a margin of error whether it helped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"finetune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    """Tune a language model, and know with a margin of error whether it helped."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with the codes of `finetune.errors.ExitCode`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+    except UserError as error:
+        print_user_error(error, as_json="--json" in arguments)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(ExitCode.INTERRUPTED)
+    except ClickException as error:
+        error.show()
+        sys.exit(ExitCode.USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generate, score and compare; knows nothing of training."""

@@ -1,0 +1,1 @@
+"""Merging adapters and models: pure tensor functions and planned execution."""

@@ -1,0 +1,1 @@
+"""Tokenizers, weights, quantization, adapters and attention."""

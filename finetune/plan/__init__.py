@@ -1,0 +1,1 @@
+"""Bytes, time and money, before any weight is loaded. No torch."""

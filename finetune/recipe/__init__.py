@@ -1,0 +1,1 @@
+"""Recipes: the frozen schema, loading with line numbers, resolving, explaining, comparing."""

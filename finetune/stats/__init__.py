@@ -1,0 +1,1 @@
+"""Seeded intervals, paired tests, power and multiplicity. No torch."""

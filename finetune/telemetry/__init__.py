@@ -1,0 +1,1 @@
+"""Callbacks that write typed events and never change training."""

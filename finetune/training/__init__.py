@@ -1,0 +1,1 @@
+"""One visible assembly per training method."""
