@@ -105,19 +105,24 @@ class TrainSection(Section):
     )
 
 
+BaselineArm = Literal["zero_shot", "few_shot"]
+
+
+def _both_baselines() -> list[BaselineArm]:
+    return ["zero_shot", "few_shot"]
+
+
 class EvalSection(Section):
     """How the tuning is judged. Fixed before training; a recipe without a suite is refused."""
 
     suites: Annotated[list[str], Field(min_length=1)] = Field(
         description="Suites: names under eval/ or paths; the first decides the verdict."
     )
-    baselines: Annotated[list[Literal["zero_shot", "few_shot"]], Field(min_length=1)] = Field(
-        default_factory=lambda: ["zero_shot", "few_shot"],
+    baselines: Annotated[list[BaselineArm], Field(min_length=1)] = Field(
+        default_factory=_both_baselines,
         description="Arms of the untuned model, run and stored before training.",
     )
-    against: Literal["zero_shot", "few_shot"] = Field(
-        "few_shot", description="The baseline that the verdict is taken against."
-    )
+    against: BaselineArm = Field("few_shot", description="The baseline that the verdict is taken against.")
     batch_size: Count = Field(32, description="Sequences decoded together; changes speed, not results.")
     dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Compute type of evaluation, the same for every arm."
