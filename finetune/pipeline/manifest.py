@@ -1,0 +1,106 @@
+"""The run manifest: which stages are complete, for which inputs. An interrupted run continues from what it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from finetune.digest import digest_file, digest_json
+from finetune.errors import UserError
+from finetune.paths import read_json, write_json
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+
+
+@dataclass
+class RunManifest:
+    """`manifest.json` of a run folder; saved after every change."""
+
+    folder: Path
+    recipe_digest: str
+    recipe_name: str
+    created: str
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, *, recipe_digest: str, recipe_name: str) -> RunManifest:
+        """Read the manifest of `folder` or begin one. A folder of another recipe is refused."""
+        path = folder / FILE_NAME
+        if not path.exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise UserError(
+                    f"{folder} is not empty and is not a run folder",
+                    fix="choose a new or empty folder with --run-dir",
+                )
+            manifest = cls(
+                folder, recipe_digest, recipe_name, datetime.now(UTC).isoformat(timespec="seconds")
+            )
+            manifest.save()
+            return manifest
+        found = read_json(path)
+        if found.get("recipe_digest") != recipe_digest:
+            raise UserError(
+                f"{folder} is the run folder of another recipe",
+                why=f"it belongs to '{found.get('recipe_name')}' ({str(found.get('recipe_digest'))[:8]}), "
+                f"this recipe is '{recipe_name}' ({recipe_digest[:8]})",
+                fix="choose another folder with --run-dir, or delete that one",
+            )
+        return cls(
+            folder,
+            recipe_digest,
+            recipe_name,
+            found["created"],
+            found.get("stages", {}),
+            found.get("inputs", {}),
+        )
+
+    def save(self) -> None:
+        write_json(
+            self.folder / FILE_NAME,
+            {
+                "format": FORMAT,
+                "recipe_name": self.recipe_name,
+                "recipe_digest": self.recipe_digest,
+                "created": self.created,
+                "inputs": self.inputs,
+                "stages": self.stages,
+            },
+        )
+
+    def is_complete(self, name: str, inputs: dict[str, Any]) -> bool:
+        """Whether a stage was completed for exactly these inputs and its output files are still what it wrote."""
+        record = self.stages.get(name)
+        if record is None or not record.get("completed") or record["digest"] != digest_json(inputs):
+            return False
+        return all(
+            (self.folder / path).is_file() and digest_file(self.folder / path) == digest
+            for path, digest in record["outputs"].items()
+        )
+
+    @contextmanager
+    def running(self, name: str, inputs: dict[str, Any], outputs: list[Path]) -> Iterator[None]:
+        """Run a stage: it is marked complete, with the digests of `outputs`, only when the block ends well.
+
+        `outputs` may be filled inside the block.
+        """
+        self.stages[name] = {"digest": digest_json(inputs), "inputs": inputs, "completed": None}
+        self.save()
+        started = time.monotonic()
+        yield
+        self.stages[name] |= {
+            "completed": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - started, 2),
+            "outputs": {path.relative_to(self.folder).as_posix(): digest_file(path) for path in outputs},
+        }
+        self.save()
+
+    def output_digest(self, name: str) -> str:
+        """One digest over everything a complete stage wrote: what later stages depend on."""
+        return digest_json(self.stages[name]["outputs"])

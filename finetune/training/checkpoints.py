@@ -1,0 +1,117 @@
+"""Checkpoints that are whole or absent: written aside, fsynced, checksummed, renamed; damaged ones are passed over."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.digest import digest_folder
+from finetune.errors import UserError
+from finetune.paths import disk_faults, read_json, write_json
+
+_NAME = re.compile(r"step-(\d+)")
+_SUMS = "sha256.json"
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force every file and folder below `folder` to the disk."""
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def publish_folder(aside: Path, final: Path) -> None:
+    """Rename a completed folder into place, durably; a reader never sees it half-written."""
+    fsync_tree(aside)
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    fsync_tree_entry(final.parent)
+
+
+def fsync_tree_entry(folder: Path) -> None:
+    """Force a folder's own entries (a rename in it) to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_checkpoint(root: Path, step: int, fill: Callable[[Path], None], *, owner: str, keep: int) -> Path:
+    """Write `root/step-<step>` through `fill(folder)`, with checksums and the digest of the recipe that owns it.
+
+    `keep` newest checkpoints survive. Raises UserError when the disk is full or the folder not writable; the
+    half-written folder is removed then.
+    """
+    final = root / f"step-{step}"
+    aside = root / f".step-{step}.partial"
+    with disk_faults(final):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            fill(aside)
+            write_json(aside / _SUMS, {"owner": owner, "step": step, "files": digest_folder(aside)})
+            publish_folder(aside, final)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    for old in list_checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoint folders by step, oldest first."""
+    found = [(int(match[1]), path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be trusted, or None: every file must be there with its recorded SHA-256."""
+    try:
+        recorded = read_json(checkpoint / _SUMS)["files"]
+    except (UserError, KeyError, TypeError):
+        return f"its {_SUMS} is missing or unreadable"
+    found = digest_folder(checkpoint)
+    found.pop(_SUMS, None)
+    missing = sorted(set(recorded) - set(found))
+    changed = sorted(name for name in recorded if name in found and found[name] != recorded[name])
+    added = sorted(set(found) - set(recorded))
+    for names, word in ((missing, "missing"), (changed, "changed"), (added, "not written by us")):
+        if names:
+            return f"{names[0]} is {word}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+    return None
+
+
+def newest_usable(root: Path, *, owner: str, say: Callable[[str], None]) -> Path | None:
+    """The newest undamaged checkpoint of this recipe, or None; every one passed over is reported through `say`.
+
+    Raises UserError for a checkpoint that belongs to another recipe: continuing it would be another run.
+    """
+    for checkpoint in reversed(list_checkpoints(root)):
+        if reason := damage(checkpoint):
+            say(f"checkpoint {checkpoint} is damaged ({reason}) and is not used; the one before it is")
+            continue
+        found = read_json(checkpoint / _SUMS).get("owner")
+        if found != owner:
+            raise UserError(
+                f"checkpoint {checkpoint} belongs to another recipe",
+                why=f"its recipe digest is {str(found)[:8]}, this run's is {owner[:8]}",
+                fix="give the run another folder with --run-dir, or delete the checkpoints there",
+            )
+        return checkpoint
+    return None
