@@ -1,0 +1,80 @@
+"""Checkpoints are whole or absent; damaged ones are passed over and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.training.checkpoints import (
+    checkpoint_step,
+    damage,
+    list_checkpoints,
+    newest_usable,
+    save_checkpoint,
+)
+
+
+def fill(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "optimizer.pt").write_bytes(b"moments")
+
+
+def save(root: Path, step: int, *, owner: str = "a" * 64, keep: int = 9) -> Path:
+    return save_checkpoint(root, step, fill, owner=owner, keep=keep)
+
+
+def test_newest_is_found_and_old_ones_are_pruned(tmp_path: Path) -> None:
+    for step in (5, 10, 100):
+        save(tmp_path, step, keep=2)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [10, 100]
+    assert newest_usable(tmp_path, owner="a" * 64, say=pytest.fail) == tmp_path / "step-100"
+
+
+def test_a_crash_while_writing_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+
+    def killed(folder: Path) -> None:
+        fill(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 10, killed, owner="a" * 64, keep=9)
+    # kill -9 leaves the partial folder itself behind: it must not count either
+    (tmp_path / ".step-15.partial").mkdir()
+    fill(tmp_path / ".step-15.partial")
+    assert newest_usable(tmp_path, owner="a" * 64, say=pytest.fail) == tmp_path / "step-5"
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "add", "no sums"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, harm: str) -> None:
+    save(tmp_path, 5)
+    newest = save(tmp_path, 10)
+    weights = newest / "adapter_model.safetensors"
+    if harm == "flip":
+        weights.write_bytes(b"weightz")
+    elif harm == "truncate":
+        weights.write_bytes(b"")
+    elif harm == "delete":
+        weights.unlink()
+    elif harm == "add":
+        (newest / "pytorch_model.bin").write_bytes(b"payload")
+    else:
+        (newest / "sha256.json").unlink()
+    said: list[str] = []
+    assert damage(newest) is not None
+    assert newest_usable(tmp_path, owner="a" * 64, say=said.append) == tmp_path / "step-5"
+    assert "step-10" in said[0] and "damaged" in said[0]
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5, owner="b" * 64)
+    with pytest.raises(UserError, match="belongs to another recipe"):
+        newest_usable(tmp_path, owner="a" * 64, say=pytest.fail)
+
+
+def test_a_file_where_the_folder_should_be_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    with pytest.raises(UserError, match="cannot write"):
+        save(tmp_path / "checkpoints", 1)
