@@ -1,0 +1,72 @@
+"""Profiles: named sets of dotted overrides inside a recipe. The chosen one lies between the file and `--set`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingABC
+
+from finetune.errors import Fault, did_you_mean
+from finetune.recipe.fit import PlacedFault, fit
+from finetune.recipe.nodes import Entry, Mapping, Origin, Scalar, relabel, set_node
+from finetune.recipe.schema import Recipe
+
+_OUTSIDE = ("profile", "profiles", "recipe")
+
+
+def apply_profile(root: Mapping, name: str) -> Mapping:
+    """`root` with the entries of profile `name` set; faults of the entries come out of `profile_faults`."""
+    entries = _entries(root, name)
+    for key, entry in entries.items():
+        path = tuple(key.split("."))
+        if path[0] not in _OUTSIDE and all(path):
+            origin = Origin("profile", entry.origin.label, entry.origin.line, entry.origin.column, name)
+            root = set_node(root, path, relabel(entry.node, name), origin)
+    return root
+
+
+def chosen_profile(root: Mapping) -> tuple[str | None, list[PlacedFault]]:
+    """The name under `profile:` (null: none) and, when no profile has it, the fault that lists the known ones."""
+    entry = root.entries.get("profile")
+    if entry is None or not isinstance(entry.node, Scalar) or entry.node.kind in ("null", "bool"):
+        return None, []
+    name, known = entry.node.text, _names(root)
+    if name in known:
+        return name, []
+    fix = did_you_mean(name, known) if known else "this recipe has no profiles; add one under `profiles:`"
+    origin = entry.node.origin
+    return None, [(origin, Fault(f"unknown profile '{name}'", str(origin), fix=fix))]
+
+
+def profile_faults(root: Mapping, renamed: MappingABC[str, str]) -> list[PlacedFault]:
+    """Every fault that any profile would cause, used or not, so that a smoke profile cannot rot unseen."""
+    placed: list[PlacedFault] = []
+    for name in _names(root):
+        for key, entry in _entries(root, name).items():
+            if key.split(".")[0] in _OUTSIDE or not all(key.split(".")):
+                what = f"a profile cannot set '{key}'"
+                placed.append(
+                    (entry.origin, Fault(what, str(entry.origin), fix="remove it from the profile"))
+                )
+        _, found = fit(apply_profile(root, name), Recipe, renamed)
+        placed += found
+    return placed
+
+
+def without_entries(root: Mapping, keep: str | None) -> Mapping:
+    """`root` once the profile is applied: `profiles` holds at most the name of the chosen one, with nothing in it."""
+    entries = {key: entry for key, entry in root.entries.items() if key != "profiles"}
+    present = root.entries.get("profiles")
+    if keep is not None and present is not None:
+        applied = Mapping({keep: Entry(Mapping({}, present.origin), present.origin)}, present.origin)
+        entries["profiles"] = Entry(applied, present.origin)
+    return Mapping(entries, root.origin)
+
+
+def _names(root: Mapping) -> list[str]:
+    section = root.entries.get("profiles")
+    return list(section.node.entries) if section is not None and isinstance(section.node, Mapping) else []
+
+
+def _entries(root: Mapping, name: str) -> dict[str, Entry]:
+    section = root.entries["profiles"].node
+    node = section.entries[name].node if isinstance(section, Mapping) else None
+    return node.entries if isinstance(node, Mapping) else {}

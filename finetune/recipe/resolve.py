@@ -1,0 +1,86 @@
+"""The one resolver: a recipe file, its profile and `--set` overrides become one Recipe with every default written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.digest import digest_json
+from finetune.paths import find_declarative
+from finetune.recipe.fit import fit
+from finetune.recipe.nodes import leaves
+from finetune.recipe.overrides import apply_overrides, has_key, parse_overrides
+from finetune.recipe.profiles import apply_profile, chosen_profile, profile_faults, without_entries
+from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
+from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_loader import Loaded, raise_faults, read_tree, with_defaults
+
+RESULT_NEUTRAL = (
+    "description",
+    "profile",
+    "profiles",
+    "eval.batch_size",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.report_to",
+)
+"""Keys outside the digest: words, profiles (applied by then), and switches that change speed, disk or trackers but no
+number of the result. A run may be continued after changing one of them, e.g. a smaller batch after running out of memory."""
+
+
+def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
+    """Like `load_recipe`, with the origin of every value."""
+    file = find_declarative("recipes", str(path))
+    root, faults = read_tree(file)
+    parsed, override_faults = parse_overrides(overrides)
+    faults += override_faults
+    root = with_defaults(root, {"name": file.stem})
+    # `profile` itself may come from a flag; the other flags go on top of the profile.
+    root = apply_overrides(root, [override for override in parsed if override.key == "profile"])
+    name, placed = chosen_profile(root)
+    # The file and its unused profiles are checked too, with those flags that give what the file leaves open.
+    written = apply_overrides(root, [override for override in parsed if not has_key(root, override.key)])
+    _, own = fit(written, Recipe, RECIPE_NAMES_ELSEWHERE)
+    placed += own + profile_faults(written, RECIPE_NAMES_ELSEWHERE)
+    if name is not None:
+        root = apply_profile(root, name)
+    root = apply_overrides(root, [override for override in parsed if override.key != "profile"])
+    root = without_entries(root, name)
+    value, found = fit(root, Recipe, RECIPE_NAMES_ELSEWHERE)
+    raise_faults(faults, placed + found)
+    return Loaded(cast(Recipe, value), file, dict(leaves(root)))
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at `path` (or a shipped name such as 'sft/home_intents_lora') with `overrides` ('a.b=c') applied.
+
+    The name defaults to the file's stem. `profile=smoke` among the overrides applies that entry of `profiles` before
+    the others; in the result `profiles` keeps only the applied name, empty, so that reading it again changes nothing.
+    Raises UserError with every fault at once.
+    """
+    return read_recipe(path, overrides).value
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """YAML with every default written out, in schema order; the same recipe gives the same bytes, and reads back equal."""
+    from ruamel.yaml import YAML
+
+    writer: Any = YAML(typ="safe", pure=True)
+    writer.default_flow_style = False
+    writer.allow_unicode = True
+    writer.sort_base_mapping_type_on_output = False
+    writer.width = 2**20
+    stream = StringIO()
+    writer.dump(recipe.model_dump(mode="json"), stream)
+    return stream.getvalue()
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 hex of the resolved recipe without RESULT_NEUTRAL: equal digests promise equal results."""
+    content: dict[str, Any] = recipe.model_dump(mode="json")
+    for dotted in RESULT_NEUTRAL:
+        section, _, leaf = dotted.rpartition(".")
+        (content[section] if section else content).pop(leaf, None)
+    return digest_json(content)
