@@ -1,0 +1,68 @@
+"""Scores on their way in: finite, at least one, and of matching length, or a UserError that says which and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from finetune.errors import UserError
+from finetune.stats.distributions import FloatArray
+
+
+def checked_scores(values: Any, *, name: str = "scores") -> FloatArray:
+    """Shape [n] of finite floats; [n, samples] is averaged per item. Raises UserError for none, NaN or infinity."""
+    if not hasattr(values, "__len__"):
+        values = list(values)
+    try:
+        scores = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{name} are not numbers",
+            why=str(error),
+            fix="give one number an item, or the same number of samples of each",
+        ) from None
+    if scores.size == 0:
+        raise UserError(
+            f"{name} are empty", why="no items, no verdict", fix="check the file and the filters before it"
+        )
+    if scores.ndim == 2:
+        scores = scores.mean(axis=1)
+    if scores.ndim != 1:
+        raise UserError(f"{name} must have shape [items] or [items, samples], not {list(scores.shape)}")
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if bad.size:
+        raise UserError(
+            f"{bad.size} of {scores.size} {name} are not finite numbers",
+            where=f"item number {int(bad[0]) + 1}",
+            fix="score these items again, or remove them from both arms",
+        )
+    return scores
+
+
+def checked_clusters(clusters: Sequence[Hashable] | None, n: int) -> Sequence[Hashable] | None:
+    """The labels, or None when there are none or when every item is a cluster of its own."""
+    if clusters is None:
+        return None
+    if len(clusters) != n:
+        raise UserError(f"{len(clusters)} cluster labels for {n} items", fix="give one label an item")
+    if any(label is None for label in clusters):
+        raise UserError("an item has no cluster label", fix="label every item or leave the clusters out")
+    return None if len(set(clusters)) == n else clusters
+
+
+def checked_confidence(confidence: float) -> float:
+    if not 0.5 <= confidence < 1.0:
+        raise UserError(f"confidence {confidence} is not in [0.5, 1)", fix="write 95 % as 0.95")
+    return confidence
+
+
+def is_binary(scores: FloatArray) -> bool:
+    """Every score is exactly 0 or 1."""
+    return bool(np.all((scores == 0.0) | (scores == 1.0)))
+
+
+def is_bounded(scores: FloatArray) -> bool:
+    """Every score lies within [0, 1], as accuracies, F1 and other shares do."""
+    return bool(scores.min() >= 0.0 and scores.max() <= 1.0)
