@@ -1,0 +1,210 @@
+"""Tokenizers and weights of a resolved base model, loaded without a network, without pickle and without remote code."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.errors import UserError
+from finetune.model.attention import register_document_attention
+from finetune.model.quantization import (
+    check_row_lengths,
+    disable_cpu_repacking,
+    quantization_config,
+)
+from finetune.model.source import ModelSource, read_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def load_tokenizer(source: ModelSource, *, trust_remote_code: bool | str = False) -> Any:
+    """The model's own tokenizer, checked against its embedding.
+
+    Raises UserError when a token id has no row in the embedding (the first such token would crash or corrupt training
+    hours later), when there is no end-of-turn token, and when the files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.path, local_files_only=True, **_remote_code(trust_remote_code)
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the tokenizer in {source.path} cannot be loaded: {_first_line(error)}",
+            where="model.id",
+            fix="save the model's tokenizer into the folder again: tokenizer.save_pretrained(folder)",
+        ) from error
+    check_vocabulary(tokenizer, embedding_rows(read_config(source)), where=source.id)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-sequence token, so no answer could ever end",
+            where=source.id,
+            fix="set eos_token in its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, n_embedding_rows: int, *, where: str = "") -> None:
+    """Refuse a tokenizer whose largest id has no embedding row (added tokens without a resize)."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    outside = sorted((index, token) for token, index in vocabulary.items() if index >= n_embedding_rows)
+    if outside:
+        index, token = outside[0]
+        raise UserError(
+            f"the vocabulary is larger than the embedding: {len(outside)} tokens from id {index} ('{token}') on have no "
+            f"row among its {n_embedding_rows}",
+            where=where,
+            why="tokens were added to the tokenizer without resizing the model",
+            fix=f"model.resize_token_embeddings({outside[-1][0] + 1}) and save both, or use the original tokenizer",
+        )
+
+
+def check_context(source: ModelSource, n_tokens: int, *, where: str = "data.max_tokens") -> None:
+    """Refuse rows longer than the positions the model was built for."""
+    limit = read_config(source).get("max_position_embeddings")
+    if isinstance(limit, int) and n_tokens > limit:
+        raise UserError(
+            f"{n_tokens} tokens do not fit the model's context of {limit}",
+            where=where,
+            why="positions beyond it were never trained and some models crash on them",
+            fix=f"set {where} to at most {limit}, or choose a model with a longer context",
+        )
+
+
+def embedding_rows(config: dict[str, Any]) -> int:
+    """Rows of the input embedding by config.json; multimodal configurations hold it in `text_config`."""
+    rows = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(rows, int):
+        raise UserError("config.json holds no vocab_size", fix="name the folder of a causal language model")
+    return rows
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: str = "bf16",
+    quantize: str = "none",
+    double_quantization: bool = True,
+    attention: str = "sdpa",
+    trust_remote_code: bool | str = False,
+    device: str | None = None,
+) -> Any:
+    """The base model with weights of `dtype`, in eval mode, nothing frozen and no adapter.
+
+    `quantize` is none, nf4, fp4 or int8; the head, tied or not, is never quantized. `attention` is 'document' (packed
+    rows, see attention.py), 'auto' (the same: it is plain SDPA where nothing is packed), 'sdpa' or 'eager'. Weights
+    are mapped from the file and placed tensor by tensor, so the peak is one model, not two. `device` defaults to this
+    process's GPU, else the CPU. Raises UserError before any weight is read where the configuration suffices to tell.
+    """
+    from transformers import AutoModelForCausalLM
+
+    place = device or default_device()
+    config = read_config(source)
+    _check_causal_lm(source, config, trust_remote_code)
+    if quantize != "none":
+        if "quantization_config" in config:
+            raise UserError(
+                f"{source.id} is quantized already ({config['quantization_config'].get('quant_method')})",
+                where="model.quantize",
+                fix="set model.quantize: none, or start from the unquantized model",
+            )
+        check_row_lengths(model_skeleton(source, trust_remote_code), quantize, device=place)
+    implementation = register_document_attention() if attention in ("document", "auto") else attention
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "attn_implementation": implementation,
+        "use_safetensors": True,
+        "local_files_only": True,
+        "device_map": {"": place},
+        **_remote_code(trust_remote_code),
+    }
+    bnb = quantization_config(quantize, dtype=DTYPES[dtype], double_quantization=double_quantization)
+    if bnb is not None:
+        options["quantization_config"] = bnb
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{source.id} cannot be loaded: {_first_line(error)}",
+            where="model.id",
+            fix="check that the folder was saved by transformers for a causal language model",
+        ) from error
+    _check_complete(source, report)
+    disable_cpu_repacking(model)
+    return model.eval()
+
+
+def model_skeleton(source: ModelSource, trust_remote_code: bool | str = False) -> nn.Module:
+    """The model's modules with shapes but without storage (meta device): names and shapes can be checked in a second."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = _remote_code(trust_remote_code)
+    config = AutoConfig.from_pretrained(source.path, local_files_only=True, **given)
+    with torch.device("meta"):
+        skeleton: nn.Module = AutoModelForCausalLM.from_config(config, **given)
+    return skeleton
+
+
+def default_device() -> str:
+    """This process's GPU when there is one (by local rank), else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def _remote_code(trust_remote_code: bool | str) -> dict[str, Any]:
+    """Off, or pinned: only a full commit hash may switch remote code on."""
+    if trust_remote_code is False or trust_remote_code == "":
+        return {"trust_remote_code": False}
+    if not isinstance(trust_remote_code, str) or not _COMMIT.fullmatch(trust_remote_code):
+        raise UserError(
+            f"'{trust_remote_code}' is not a commit",
+            where="model.trust_remote_code",
+            why="a branch or tag can be moved to other code after you read it",
+            fix="write the 40-digit commit whose code you have read, or false",
+        )
+    return {"trust_remote_code": True, "code_revision": trust_remote_code}
+
+
+def _check_causal_lm(source: ModelSource, config: dict[str, Any], trust_remote_code: bool | str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = str(config.get("model_type", ""))
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    if "auto_map" in config:
+        if trust_remote_code:
+            return
+        raise UserError(
+            f"{source.id} brings its own code, and remote code is off",
+            where="model.trust_remote_code",
+            fix="read the code, then set model.trust_remote_code to the commit you read; or choose another model",
+        )
+    raise UserError(
+        f"{source.id} is of type '{model_type}', which is not a causal language model known here",
+        where="model.id",
+        fix="choose a text generation model",
+    )
+
+
+def _check_complete(source: ModelSource, report: dict[str, Any]) -> None:
+    """transformers fills missing tensors with random values and only warns; that is never what a tuning run wants."""
+    missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
+    if missing or mismatched:
+        raise UserError(
+            f"the weights of {source.id} do not fit its config.json: {len(missing)} tensors missing, {len(mismatched)} of "
+            f"another shape, e.g. {(missing + mismatched)[0]}",
+            where=str(Path(source.path) / "config.json"),
+            fix="copy or download the model again",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,301 @@
+"""Where a base model comes from: the embedded one, a local folder, or a hub id. No weight is loaded here.
+
+Only safetensors are accepted. Pickle files (`.bin`, `.pt`, `.pth`, `.ckpt`) run code while they are read, so a model
+that has nothing else is refused, and one that has both is read from its safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.digest import digest_file, digest_json
+from finetune.errors import Fault, UserError, did_you_mean
+from finetune.model.embedded import BUILTIN_MODELS, convert_embedded
+from finetune.paths import cache_root, read_json, write_json
+
+BUILTIN_PREFIX = "builtin:"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+# What a hub download may bring: weights as safetensors, configuration and tokenizer as text. Never pickle, never code.
+_HUB_CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_HUB_WEIGHT_PATTERNS = ("*.safetensors",)
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A base model that exists on this machine.
+
+    `path` is a folder that transformers loads; `digest` is a SHA-256 over weights, configuration and tokenizer, so that
+    a manifest can name the model by content; `n_parameters` counts the tensors' elements and is None without weights.
+    """
+
+    id: str
+    path: str
+    revision: str | None
+    digest: str
+    n_parameters: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+
+def resolve_model(
+    id: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    trust_remote_code: bool | str = False,
+    announce: Announce | None = None,
+    where: str = "model.id",
+) -> ModelSource:
+    """Find a base model, fetch or convert it once if needed, and refuse what cannot be a safe base model.
+
+    `id` is `builtin:<name>`, a folder, or a hub id (then `revision` is a commit, tag or branch). `weights=False` asks
+    for configuration and tokenizer only, which is all a memory forecast needs. `trust_remote_code` is False or the
+    commit whose code may run. Raises UserError when there is no such model, or when it is an adapter, or pickle only.
+    """
+    if id.startswith(BUILTIN_PREFIX):
+        name = id.removeprefix(BUILTIN_PREFIX)
+        if name not in BUILTIN_MODELS:
+            raise UserError(
+                f"no embedded model is called '{name}'", where=where, fix=did_you_mean(name, BUILTIN_MODELS)
+            )
+        folder, revision = convert_embedded(BUILTIN_MODELS[name], announce=announce), None
+    elif (given := Path(id).expanduser()).exists() or id.startswith((".", "/", "~")):
+        folder, revision = given.resolve(), None
+        if not folder.is_dir():
+            raise UserError(
+                f"no such model folder: {folder}",
+                where=where,
+                fix="name a folder that holds config.json and *.safetensors",
+            )
+    else:
+        folder, revision = _fetch_from_hub(id, revision, weights, trust_remote_code, where)
+    faults = _folder_faults(folder, where, weights=weights)
+    if faults:
+        raise UserError(faults)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    n_parameters = _count_parameters(files)
+    return ModelSource(id, str(folder), revision, _content_digest(files), n_parameters)
+
+
+def read_config(source: ModelSource) -> dict[str, Any]:
+    """config.json of the model as a dict; no weights are read."""
+    config: dict[str, Any] = read_json(source.folder / "config.json")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder that transformers reads, sorted by name."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(read_json(index).get("weight_map", {}).values())
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _folder_faults(folder: Path, where: str, *, weights: bool) -> list[Fault]:
+    """Everything that stops `folder` from being a base model, all at once."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = _named_base(folder)
+        return [
+            Fault(
+                f"{folder} is an adapter, not a base model",
+                where,
+                "transformers would load its base and silently put the adapter on top",
+                f"set model.id to the adapter's base{f' ({base})' if base else ''}, or merge the adapter first: "
+                "finetune merge adapter",
+            )
+        ]
+    if not (folder / "config.json").is_file():
+        return [
+            Fault(
+                f"{folder} holds no config.json, so it is not a model",
+                where,
+                "",
+                "name the folder that save_pretrained wrote, with config.json, *.safetensors and the tokenizer",
+            )
+        ]
+    faults = _weight_faults(folder, where) if weights else []
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        faults.append(
+            Fault(
+                f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})",
+                where,
+                "rows cannot be turned into tokens",
+                "save the model's tokenizer into the same folder: tokenizer.save_pretrained(folder)",
+            )
+        )
+    return faults
+
+
+def _weight_faults(folder: Path, where: str) -> list[Fault]:
+    """Faults of the weight files: none, pickle only, shards missing, or two sets of weights in one folder."""
+    files = weight_files(folder)
+    if not files:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            return [
+                Fault(
+                    f"{folder} holds its weights only as pickle ({', '.join(pickles[:3])}); the files are refused",
+                    where,
+                    "reading a pickle file runs whatever code it contains",
+                    "convert the weights to safetensors on a machine you can afford to lose, or take a revision that has "
+                    "*.safetensors",
+                )
+            ]
+        return [Fault(f"{folder} holds no *.safetensors file", where, "", "name a folder with weights")]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        return [
+            Fault(
+                f"{folder} lacks {len(missing)} of the {len(files)} weight files its index names: {', '.join(missing[:3])}",
+                where,
+                "the copy or the download was interrupted",
+                "copy or download the model again",
+            )
+        ]
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file() and single.is_file() and single not in files:
+        return [
+            Fault(
+                f"{folder} holds two sets of weights: model.safetensors and the shards of {index.name}",
+                where,
+                "transformers would silently load the single file, which may be the older one",
+                "delete the set that is not meant",
+            )
+        ]
+    return []
+
+
+def _named_base(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") or "")
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _fetch_from_hub(
+    id: str, revision: str | None, weights: bool, trust_remote_code: bool | str, where: str
+) -> tuple[Path, str | None]:
+    """Snapshot folder and commit of a hub id, from the local cache or, unless offline, from the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = list(_HUB_CONFIG_PATTERNS + (_HUB_WEIGHT_PATTERNS if weights else ()))
+    if trust_remote_code:
+        patterns.append("*.py")
+    full_id = f"{id}@{revision}" if revision else id
+    try:
+        folder = Path(snapshot_download(id, revision=revision, allow_patterns=patterns))
+    except HFValidationError:
+        raise UserError(
+            f"'{id}' is neither a folder nor a hub id",
+            where=where,
+            fix=f"write owner/name, an existing folder, or one of: {', '.join(BUILTIN_PREFIX + n for n in BUILTIN_MODELS)}",
+        ) from None
+    except GatedRepoError:
+        raise UserError(
+            f"the hub model '{full_id}' needs its licence accepted",
+            where=where,
+            fix="accept it on the model's page, then log in with `hf auth login`",
+        ) from None
+    except RevisionNotFoundError:
+        raise UserError(
+            f"the hub model '{id}' has no revision '{revision}'",
+            where="model.revision",
+            fix="name a commit, tag or branch of that repository",
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"the hub has no model '{id}'",
+            where=where,
+            why="it does not exist, or it is private and no token is set",
+            fix="check the spelling, or log in with `hf auth login`",
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        raise UserError(
+            f"there is no folder '{id}', and the hub model '{full_id}' is not in the local cache",
+            where=where,
+            why="HF_HUB_OFFLINE is set, so nothing is downloaded"
+            if offline
+            else f"the hub was not reached: {error}",
+            fix=(
+                f"unset HF_HUB_OFFLINE and run again, or fetch it first with `hf download {id}`"
+                if offline
+                else ""
+            )
+            or f"check the network, or use {BUILTIN_PREFIX}{next(iter(BUILTIN_MODELS))}, which needs none",
+        ) from error
+    commit = folder.name if folder.parent.name == "snapshots" else revision
+    if trust_remote_code and trust_remote_code != commit:
+        raise UserError(
+            f"model.trust_remote_code names commit {trust_remote_code}, the model is at {commit}",
+            where="model.trust_remote_code",
+            fix="set model.revision and model.trust_remote_code to the same commit, after reading its code",
+        )
+    return folder, commit
+
+
+def _count_parameters(files: list[Path]) -> int | None:
+    """Elements of all tensors, read from the safetensors headers; None when there are no weights."""
+    from safetensors import safe_open
+
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    total = 0
+    for path in weights:
+        with safe_open(str(path), framework="numpy") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                n_elements = 1
+                for extent in tensors.get_slice(key).get_shape():
+                    n_elements *= extent
+                total += n_elements
+    return total if weights else None
+
+
+def _content_digest(files: list[Path]) -> str:
+    """SHA-256 over name and content of every file that decides what the model computes.
+
+    Hashing tens of gigabytes takes minutes, so each file's hash is remembered by path, size and modification time.
+    """
+    suffixes = (".safetensors", ".json", ".jinja", ".model", ".txt", ".py")
+    counted = [path for path in files if path.suffix in suffixes]
+    memory = cache_root() / "digests" / f"{digest_json([str(path) for path in counted])[:16]}.json"
+    known: dict[str, Any] = {}
+    if memory.is_file():
+        try:
+            known = json.loads(memory.read_bytes())
+        except ValueError:
+            known = {}
+    digests: dict[str, str] = {}
+    seen: dict[str, list[Any]] = {}
+    for path in counted:
+        stat = path.stat()
+        entry = known.get(path.name)
+        if isinstance(entry, list) and entry[:2] == [stat.st_size, stat.st_mtime_ns]:
+            digests[path.name] = str(entry[2])
+        else:
+            digests[path.name] = digest_file(path)
+        seen[path.name] = [stat.st_size, stat.st_mtime_ns, digests[path.name]]
+    if seen != known:
+        write_json(memory, seen)
+    return digest_json(digests)
