@@ -1,0 +1,384 @@
+"""Memory forecast, term by term, from a recipe and the model's config.json: before any weight is loaded.
+
+A term is what is held at the worst moment of a step, so the terms add up to the peak. Three moments are compared: the
+loss (everything the forward kept, and a tile of logits), the backward pass of one layer, and the optimizer step.
+Measured against real runs by benchmarks/memory_forecast.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune.plan.activations import (
+    AttentionPattern,
+    Tuning,
+    checkpoint_bytes,
+    head_tile_bytes,
+    layer_backward_bytes,
+    layer_saved_bytes,
+    outside_saved_bytes,
+)
+from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
+from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, model_states, quantized_bytes
+from finetune.recipe.schema import Recipe
+
+Device = Literal["cpu", "cuda"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Offload = Literal["none", "optimizer", "all"]
+
+TERMS = (
+    "weights",
+    "quantization_constants",
+    "master_copy",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "kv_cache",
+    "fragmentation",
+    "process",
+)
+
+# Resident set of a process that has imported the training stack and run one product, without model and data.
+CPU_PROCESS_BYTES = 700_000_000
+# Context, kernels and library workspaces of a CUDA process; an allowance, not seen by the allocator's own counters.
+CUDA_PROCESS_BYTES = 600_000_000
+# Freed blocks that the allocator keeps, as a share of what comes and goes in a step.
+CPU_FRAGMENTATION = 0.03
+CUDA_FRAGMENTATION = 0.05
+_GATHERED_LAYERS = 2  # a sharded model holds the layer at work and the one being fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes on one device at the worst moment. `terms_bytes` adds up to `total_bytes`.
+
+    `basis` says what a measurement has to count: 'rss' the resident set of the process, 'cuda' the device's memory.
+    """
+
+    terms_bytes: dict[str, int]
+    total_bytes: int
+    basis: Literal["rss", "cuda"]
+    moment: str
+    n_parameters: int
+    n_trainable: int
+    host_bytes: int = 0
+    assumptions: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the tensors need, without the process and the allocator's slack: CUDA's `max_memory_allocated`."""
+        return self.total_bytes - self.terms_bytes["process"] - self.terms_bytes["fragmentation"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run folder's forecast.json; `used_peak_bytes` is filled in after the run."""
+        return {
+            "terms_bytes": {name: size for name, size in self.terms_bytes.items() if size},
+            "total_bytes": self.total_bytes,
+            "used_peak_bytes": None,
+            "basis": self.basis,
+            "moment": self.moment,
+            "host_bytes": self.host_bytes,
+            "n_parameters": self.n_parameters,
+            "n_trainable": self.n_trainable,
+            "assumptions": dict(self.assumptions),
+        }
+
+
+def forecast_training(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    *,
+    longest_pack_tokens: int | None = None,
+    device: Device = "cpu",
+    world_size: int = 1,
+    sharding: Sharding = "none",
+    offload: Offload = "none",
+    optimizer: str = "adamw",
+) -> Forecast:
+    """Peak of the training steps on each of `world_size` devices.
+
+    `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
+    the data; without it the recipe's capacity is taken, which is the upper bound. Raises UserError for a model type
+    that is not covered and for target modules that match nothing.
+    """
+    architecture = read_architecture(config)
+    tuning = tuning_of(recipe, architecture)
+    row_tokens = longest_pack_tokens or (
+        recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
+    )
+    n_tokens = recipe.train.micro_batch_size * row_tokens
+    attention = attention_of(recipe, row_tokens)
+    states, n_trainable = _states(recipe, architecture, tuning, optimizer)
+    copies = _autocast_copies(architecture, tuning)
+    layer = layer_saved_bytes(architecture, tuning, attention, n_tokens)
+    kept = architecture.n_layers * layer
+    if recipe.train.gradient_checkpointing:
+        kept = architecture.n_layers * checkpoint_bytes(architecture, tuning, n_tokens)
+    kept += outside_saved_bytes(architecture, tuning, n_tokens)
+    tile = head_tile_bytes(
+        architecture,
+        n_tokens,
+        compute_bytes=tuning.compute_bytes,
+        triton=device == "cuda",
+        backward=True,
+    )
+    if tuning.kind == "none":
+        tile += 4 * architecture.head_parameters  # the head's gradient is summed in fp32
+    one_layer = (layer if recipe.train.gradient_checkpointing else 0) + layer_backward_bytes(
+        architecture, tuning, n_tokens
+    )
+    accumulated = states["gradients"] if recipe.train.gradient_accumulation_steps > 1 else 0
+    moments = {
+        "loss": {"activations": kept + copies, "logits": tile, "gradients": accumulated},
+        "first backward layer": {
+            "activations": kept + copies + one_layer,
+            "logits": 0,
+            "gradients": accumulated,
+        },
+        "last backward layer": {"activations": one_layer, "logits": 0, "gradients": states["gradients"]},
+        "optimizer step": {"activations": 0, "logits": 0, "gradients": states["gradients"]},
+    }
+    terms = {
+        **dict.fromkeys(TERMS, 0),
+        **states,
+        "buffers": _buffers(recipe, architecture, tuning, n_tokens, device),
+    }
+    shared_terms, host_bytes = _shard(terms, architecture, world_size, sharding, offload)
+    share = shared_terms["gradients"] / states["gradients"] if states["gradients"] else 1.0
+    for values in moments.values():
+        values["gradients"] = round(values["gradients"] * share)
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    return _finish(
+        {**shared_terms, **moments[moment]},
+        device=device,
+        moment=moment,
+        architecture=architecture,
+        n_trainable=n_trainable,
+        host_bytes=host_bytes,
+        assumptions={
+            "tokens_per_forward": n_tokens,
+            "longest_row_tokens": row_tokens,
+            "attention": attention.kind,
+            "optimizer": optimizer,
+            "world_size": world_size,
+            "sharding": sharding,
+            "offload": offload,
+        },
+    )
+
+
+def forecast_generation(
+    config: Mapping[str, Any],
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype: str,
+    *,
+    device: Device = "cpu",
+    adapter_parameters: int = 0,
+) -> Forecast:
+    """Peak of generating `new_tokens` after prompts of `prompt_tokens` for `batch` sequences, with a cache.
+
+    `dtype` is 'fp32', 'bf16' or 'fp16', of weights and cache. `adapter_parameters` are held in fp32 beside the base.
+    The worst moment is the prefill or the last token, whichever is larger.
+    """
+    architecture = read_architecture(config)
+    c = BYTES_PER_ELEMENT[dtype]
+    cache_per_token = 2 * architecture.n_layers * architecture.kv_width * c * batch
+    cache_one_layer = 2 * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
+    prefill = batch * prompt_tokens * _forward_bytes(architecture, c)
+    # The logits of the last position in the compute type, and in fp32 for the choice of the token.
+    logits = batch * architecture.vocabulary * (c + 4)
+    at_prefill = cache_per_token * prompt_tokens + prefill
+    at_end = cache_per_token * (prompt_tokens + new_tokens) + cache_one_layer  # growing copies one layer
+    terms = dict.fromkeys(TERMS, 0)
+    terms["weights"] = architecture.n_parameters * c
+    terms["adapters"] = adapter_parameters * 4
+    terms["logits"] = logits
+    terms["kv_cache"] = cache_per_token * (prompt_tokens + (0 if at_prefill > at_end else new_tokens))
+    terms["activations"] = prefill if at_prefill > at_end else cache_one_layer
+    return _finish(
+        terms,
+        device=device,
+        moment="prefill" if at_prefill > at_end else "last token",
+        architecture=architecture,
+        n_trainable=0,
+        host_bytes=0,
+        assumptions={
+            "batch": batch,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "dtype": dtype,
+        },
+    )
+
+
+def adapter_parameters(
+    architecture: Architecture,
+    rank: int,
+    *,
+    adapted: tuple[LinearShape, ...] | None = None,
+    dora: bool = False,
+) -> int:
+    """Trained elements of an adapter: r·(n_in + n_out) a matrix, and n_out magnitudes with DoRA; over all layers."""
+    linears = architecture.layer_linears if adapted is None else adapted
+    per_layer = sum(rank * (linear.n_in + linear.n_out) + (linear.n_out if dora else 0) for linear in linears)
+    return architecture.n_layers * per_layer
+
+
+def tuning_of(recipe: Recipe, architecture: Architecture) -> Tuning:
+    """How this recipe trains, in the terms that decide which tensors are kept."""
+    section = recipe.adapter
+    compute_bytes = BYTES_PER_ELEMENT[recipe.model.dtype]
+    if section.kind == "none":
+        return Tuning("none", compute_bytes, autocast=compute_bytes < 4, quantized=False)
+    return Tuning(
+        section.kind,
+        compute_bytes,
+        autocast=compute_bytes < 4,
+        quantized=recipe.model.quantize != "none",
+        rank=section.rank,
+        dropout=section.dropout > 0,
+        adapted=adapted_linears(architecture, section.target_modules),
+    )
+
+
+def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
+    """The attention that the recipe takes. Packed rows without `document` attend under a dense mask."""
+    kind = recipe.model.attention
+    packing = recipe.train.packing
+    if kind == "auto":
+        kind = "document" if packing else "sdpa"
+    masked = kind == "sdpa" and (packing or recipe.train.micro_batch_size > 1)
+    return AttentionPattern(kind, row_tokens, masked)
+
+
+def _states(
+    recipe: Recipe, architecture: Architecture, tuning: Tuning, optimizer: str
+) -> tuple[dict[str, int], int]:
+    """Bytes of the long-lived terms, and the number of trained parameters."""
+    weight_bytes = BYTES_PER_ELEMENT[recipe.model.dtype]
+    terms = {"weights": 0, "quantization_constants": 0, "master_copy": 0, "adapters": 0}
+    if tuning.kind == "none":
+        n_trainable = architecture.n_parameters
+        states = model_states(
+            n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
+        )
+        terms["master_copy" if tuning.autocast else "weights"] = states.weights
+        return terms | _trainable_terms(states), n_trainable
+    n_trainable = adapter_parameters(
+        architecture, tuning.rank, adapted=tuning.adapted, dora=tuning.kind == "dora"
+    )
+    states = model_states(
+        n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
+    )
+    terms["adapters"] = states.weights
+    terms["weights"] = architecture.n_parameters * weight_bytes
+    if recipe.model.quantize != "none":
+        blocks, constants = quantized_bytes(
+            architecture.layer_linears,
+            recipe.model.quantize,
+            double_quantization=recipe.model.double_quantization,
+        )
+        left = architecture.n_parameters - architecture.linear_parameters
+        terms["weights"] = architecture.n_layers * blocks + left * weight_bytes
+        terms["quantization_constants"] = architecture.n_layers * constants
+    return terms | _trainable_terms(states), n_trainable
+
+
+def _autocast_copies(architecture: Architecture, tuning: Tuning) -> int:
+    """Copies in the compute type that autocast makes of fp32 matrices, kept until their backward pass is through."""
+    if not tuning.autocast:
+        return 0
+    if tuning.kind == "none":
+        return architecture.linear_parameters * tuning.compute_bytes
+    return tuning.compute_bytes * adapter_parameters(architecture, tuning.rank, adapted=tuning.adapted)
+
+
+def _trainable_terms(states: ModelStates) -> dict[str, int]:
+    return {"gradients": states.gradients, "optimizer": states.optimizer + states.optimizer_constants}
+
+
+def _buffers(
+    recipe: Recipe, architecture: Architecture, tuning: Tuning, n_tokens: int, device: Device
+) -> int:
+    """Dequantized or composed weights of one matrix, the dense mask, and the cuBLAS-like workspaces."""
+    total = 0
+    if tuning.quantized:
+        total += architecture.largest_linear * tuning.compute_bytes
+    if tuning.kind == "dora":
+        total += 3 * architecture.largest_linear * 4
+    if recipe.train.packing and recipe.model.attention in ("sdpa", "eager"):
+        total += n_tokens * n_tokens * tuning.compute_bytes
+    return total
+
+
+def _forward_bytes(architecture: Architecture, c: int) -> int:
+    """Bytes a token alive at once in one layer without gradients: residual, norm in fp32, and the MLP's branches."""
+    norm = architecture.hidden * (c + 4 + 4)
+    attention = architecture.hidden * c + (3 * architecture.query_width) * c
+    mlp = architecture.hidden * 2 * c + (3 if architecture.gated else 2) * architecture.intermediate * c
+    return max(norm, attention, mlp)
+
+
+def _shard(
+    terms: dict[str, int], architecture: Architecture, world_size: int, sharding: Sharding, offload: Offload
+) -> tuple[dict[str, int], int]:
+    """Terms of one rank, and the bytes that offloading moves to the host."""
+    stage = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}[sharding]
+    result = dict(terms)
+    divided = [
+        ("optimizer", "master_copy"),
+        ("gradients",),
+        ("weights", "quantization_constants", "adapters"),
+    ]
+    for names in divided[:stage]:
+        for name in names:
+            result[name] = -(-result[name] // world_size)
+    if stage == 3 and world_size > 1:
+        whole = terms["weights"] + terms["quantization_constants"]
+        in_layers = architecture.linear_parameters / architecture.n_parameters
+        result["buffers"] += round(_GATHERED_LAYERS * whole * in_layers / architecture.n_layers)
+    if stage < 3 and world_size > 1:
+        result["buffers"] += terms["gradients"]  # buckets of the reduction
+    host_bytes = 0
+    moved: tuple[str, ...] = ()
+    if offload != "none":
+        moved = ("optimizer", "master_copy") + (
+            ("weights", "quantization_constants") if offload == "all" else ()
+        )
+    for name in moved:
+        host_bytes += result[name]
+        result[name] = 0
+    return result, host_bytes
+
+
+def _finish(
+    terms: dict[str, int],
+    *,
+    device: Device,
+    moment: str,
+    architecture: Architecture,
+    n_trainable: int,
+    host_bytes: int,
+    assumptions: dict[str, str | int | float],
+) -> Forecast:
+    on_cpu = device == "cpu"
+    coming_and_going = sum(terms[name] for name in ("activations", "logits", "buffers", "kv_cache"))
+    terms["fragmentation"] = round(coming_and_going * (CPU_FRAGMENTATION if on_cpu else CUDA_FRAGMENTATION))
+    terms["process"] = CPU_PROCESS_BYTES if on_cpu else CUDA_PROCESS_BYTES
+    return Forecast(
+        terms_bytes={name: terms[name] for name in TERMS},
+        total_bytes=sum(terms.values()),
+        basis="rss" if on_cpu else "cuda",
+        moment=moment,
+        n_parameters=architecture.n_parameters,
+        n_trainable=n_trainable,
+        host_bytes=host_bytes,
+        assumptions=assumptions,
+    )
