@@ -9,6 +9,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
+from finetune.cli import recipe
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(recipe.app)
 
 
 def _print_version(wanted: bool) -> None:

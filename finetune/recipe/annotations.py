@@ -16,13 +16,14 @@ _SCALARS = {str: "text", Path: "a path", int: "a whole number", float: "a number
 
 @dataclass(frozen=True)
 class Accepted:
-    """The flattened members of an annotation. `items` and `values` are the annotations inside a list and a dict."""
+    """The flattened members of an annotation. `items`, `keys` and `values` are the annotations inside a list and a dict."""
 
     scalars: tuple[type, ...] = ()  # of str, Path, int, float, bool
     literals: tuple[str | int | float | bool, ...] = ()
     nullable: bool = False
     models: tuple[type[BaseModel], ...] = ()
     items: tuple[Any, ...] | None = None
+    keys: Any = None
     values: Any = None
     anything: bool = False  # the annotation says nothing that a reader of YAML could use
 
@@ -45,7 +46,7 @@ def accepted(annotation: Any) -> Accepted:
             inner = tuple(argument for argument in arguments if argument is not Ellipsis)
             result["items"] = inner or (Any,)
         elif origin is dict or member is dict:
-            result["values"] = arguments[1] if arguments else Any
+            result["keys"], result["values"] = arguments or (str, Any)
         else:
             result["anything"] = True
     return Accepted(**result)

@@ -15,14 +15,19 @@ from finetune.recipe.nodes import Mapping, Node, Origin, Sequence
 
 _KEYED_MESSAGE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*): (.+)", re.DOTALL)
 
+
+def _at_least(n: int, what: str) -> str:
+    return "must not be empty" if n == 1 else f"needs at least {n} {what}"
+
+
 _WORDING: dict[str, Callable[[dict[str, Any]], str]] = {
     "greater_than_equal": lambda limits: f"must be at least {limits['ge']}",
     "greater_than": lambda limits: f"must be greater than {limits['gt']}",
     "less_than_equal": lambda limits: f"must be at most {limits['le']}",
     "less_than": lambda limits: f"must be less than {limits['lt']}",
-    "too_short": lambda limits: f"needs at least {limits['min_length']} entries",
+    "too_short": lambda limits: _at_least(limits["min_length"], "entries"),
     "too_long": lambda limits: f"takes at most {limits['max_length']} entries",
-    "string_too_short": lambda limits: f"needs at least {limits['min_length']} characters",
+    "string_too_short": lambda limits: _at_least(limits["min_length"], "characters"),
     "string_too_long": lambda limits: f"takes at most {limits['max_length']} characters",
     "string_pattern_mismatch": lambda limits: f"must match the pattern {limits['pattern']}",
 }
@@ -63,7 +68,7 @@ def _fault(detail: ErrorDetails, node: Mapping, model: type[BaseModel], key: str
     if detail["type"] in _WORDING:
         rule = _WORDING[detail["type"]](limits)
         given = detail["input"]
-        tail = "" if isinstance(given, (list, dict)) else f", not {shown(given)}"
+        tail = "" if isinstance(given, list | dict) or given == "" else f", not {shown(given)}"
         return origin, Fault(f"'{dotted}' {rule}{tail}", str(origin), _why(model, detail), "")
     message, target, fix = detail["msg"], "", ""
     if detail["type"] == "refused":

@@ -106,10 +106,14 @@ class _Fitter:
             model = self._choose(node, form.models, key)
             return REFUSED if model is None else self.section(node, model, key)
         if form.values is not None:
-            return {
-                name: self.value(entry.node, form.values, f"{key}.{name}")
-                for name, entry in node.entries.items()
-            }
+            names = [shown(literal) for literal in accepted(form.keys).literals]
+            values: dict[str, Any] = {}
+            for name, entry in node.entries.items():
+                if names and name not in names:
+                    self._refuse(entry.origin, f"unknown key '{key}.{name}'", fix=_meant(name, names))
+                else:
+                    values[name] = self.value(entry.node, form.values, f"{key}.{name}")
+            return values
         return self._refuse(node.origin, f"'{key}' must be {describe(annotation)}, not a mapping")
 
     def _choose(self, node: Mapping, models: tuple[type[BaseModel], ...], key: str) -> type[BaseModel] | None:

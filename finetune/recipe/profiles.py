@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingABC
 
 from finetune.errors import Fault, did_you_mean
@@ -10,6 +11,33 @@ from finetune.recipe.nodes import Entry, Mapping, Origin, Scalar, relabel, set_n
 from finetune.recipe.schema import Recipe
 
 _OUTSIDE = ("profile", "profiles", "recipe")
+
+
+def with_dotted_entries(root: Mapping) -> tuple[Mapping, list[PlacedFault]]:
+    """`root` with nested entries of profiles (`train: {epochs: 1}`) in their dotted form (`train.epochs: 1`)."""
+    placed: list[PlacedFault] = []
+    for name in profile_names(root):
+        flat: dict[str, Entry] = {}
+        for key, entry in _entries(root, name).items():
+            for dotted, leaf in _flattened(key, entry):
+                if dotted in flat:
+                    what = f"profile '{name}' sets '{dotted}' twice"
+                    placed.append((leaf.origin, Fault(what, str(leaf.origin), fix="delete one of the two")))
+                flat[dotted] = leaf
+        section, profile = root.entries["profiles"], _profile(root, name)
+        if flat and isinstance(section.node, Mapping) and profile is not None:
+            dotted_profile = Entry(Mapping(flat, profile.node.origin), profile.origin)
+            profiles = Mapping({**section.node.entries, name: dotted_profile}, section.node.origin)
+            root = Mapping({**root.entries, "profiles": Entry(profiles, section.origin)}, root.origin)
+    return root, placed
+
+
+def _flattened(key: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+    if isinstance(entry.node, Mapping) and entry.node.entries:
+        for below, inner in entry.node.entries.items():
+            yield from _flattened(f"{key}.{below}", inner)
+    else:
+        yield key, entry
 
 
 def apply_profile(root: Mapping, name: str) -> Mapping:
@@ -28,7 +56,7 @@ def chosen_profile(root: Mapping) -> tuple[str | None, list[PlacedFault]]:
     entry = root.entries.get("profile")
     if entry is None or not isinstance(entry.node, Scalar) or entry.node.kind in ("null", "bool"):
         return None, []
-    name, known = entry.node.text, _names(root)
+    name, known = entry.node.text, profile_names(root)
     if name in known:
         return name, []
     fix = did_you_mean(name, known) if known else "this recipe has no profiles; add one under `profiles:`"
@@ -39,7 +67,7 @@ def chosen_profile(root: Mapping) -> tuple[str | None, list[PlacedFault]]:
 def profile_faults(root: Mapping, renamed: MappingABC[str, str]) -> list[PlacedFault]:
     """Every fault that any profile would cause, used or not, so that a smoke profile cannot rot unseen."""
     placed: list[PlacedFault] = []
-    for name in _names(root):
+    for name in profile_names(root):
         for key, entry in _entries(root, name).items():
             if key.split(".")[0] in _OUTSIDE or not all(key.split(".")):
                 what = f"a profile cannot set '{key}'"
@@ -61,12 +89,17 @@ def without_entries(root: Mapping, keep: str | None) -> Mapping:
     return Mapping(entries, root.origin)
 
 
-def _names(root: Mapping) -> list[str]:
+def profile_names(root: Mapping) -> list[str]:
+    """Names of the profiles of a recipe, in the order written."""
     section = root.entries.get("profiles")
     return list(section.node.entries) if section is not None and isinstance(section.node, Mapping) else []
 
 
-def _entries(root: Mapping, name: str) -> dict[str, Entry]:
+def _profile(root: Mapping, name: str) -> Entry | None:
     section = root.entries["profiles"].node
-    node = section.entries[name].node if isinstance(section, Mapping) else None
-    return node.entries if isinstance(node, Mapping) else {}
+    return section.entries[name] if isinstance(section, Mapping) else None
+
+
+def _entries(root: Mapping, name: str) -> dict[str, Entry]:
+    profile = _profile(root, name)
+    return profile.node.entries if profile is not None and isinstance(profile.node, Mapping) else {}

@@ -12,7 +12,14 @@ from finetune.paths import find_declarative
 from finetune.recipe.fit import fit
 from finetune.recipe.nodes import leaves
 from finetune.recipe.overrides import apply_overrides, has_key, parse_overrides
-from finetune.recipe.profiles import apply_profile, chosen_profile, profile_faults, without_entries
+from finetune.recipe.profiles import (
+    apply_profile,
+    chosen_profile,
+    profile_faults,
+    profile_names,
+    with_dotted_entries,
+    without_entries,
+)
 from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_loader import Loaded, raise_faults, read_tree, with_defaults
@@ -36,14 +43,14 @@ def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Recip
     root, faults = read_tree(file)
     parsed, override_faults = parse_overrides(overrides)
     faults += override_faults
-    root = with_defaults(root, {"name": file.stem})
+    root, placed = with_dotted_entries(with_defaults(root, {"name": file.stem}))
     # `profile` itself may come from a flag; the other flags go on top of the profile.
     root = apply_overrides(root, [override for override in parsed if override.key == "profile"])
-    name, placed = chosen_profile(root)
+    name, unknown = chosen_profile(root)
     # The file and its unused profiles are checked too, with those flags that give what the file leaves open.
     written = apply_overrides(root, [override for override in parsed if not has_key(root, override.key)])
     _, own = fit(written, Recipe, RECIPE_NAMES_ELSEWHERE)
-    placed += own + profile_faults(written, RECIPE_NAMES_ELSEWHERE)
+    placed += unknown + own + profile_faults(written, RECIPE_NAMES_ELSEWHERE)
     if name is not None:
         root = apply_profile(root, name)
     root = apply_overrides(root, [override for override in parsed if override.key != "profile"])
@@ -61,6 +68,12 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError with every fault at once.
     """
     return read_recipe(path, overrides).value
+
+
+def profiles_of(path: Path | str) -> list[str]:
+    """Names of the profiles that the file at `path` offers."""
+    root, _ = read_tree(find_declarative("recipes", str(path)))
+    return profile_names(root)
 
 
 def resolved_yaml(recipe: Recipe) -> str:

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from finetune.recipe.constraints import refused
+
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Override = str | int | float | bool | list[str] | None
@@ -134,7 +136,11 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _against_is_run(self) -> EvalSection:
         if self.against not in self.baselines:
-            raise ValueError(f"against: '{self.against}' is not among baselines {self.baselines}")
+            raise refused(
+                "against",
+                f"'{self.against}' is not among the baselines that are run ({', '.join(self.baselines)})",
+                fix="add it to eval.baselines, or choose one of them",
+            )
         return self
 
 
@@ -160,8 +166,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _quantized_needs_adapter(self) -> Recipe:
         if self.adapter.kind == "none" and self.model.quantize != "none":
-            raise ValueError(
-                f"quantized weights cannot be tuned in full (model.quantize: {self.model.quantize}, adapter.kind: none); "
-                "use adapter.kind: lora, or model.quantize: none"
+            raise refused(
+                "adapter.kind",
+                f"quantized weights ({self.model.quantize}) cannot be tuned in full",
+                fix="use adapter.kind: lora, or model.quantize: none",
             )
         return self
