@@ -11,6 +11,7 @@ import typer
 from finetune.cli.output import JsonFlag, emit
 
 if TYPE_CHECKING:
+    from finetune.errors import Fault
     from finetune.recipe.explain import Difference, Explained
     from finetune.recipe.schema import Recipe
     from finetune.recipe.yaml_loader import Loaded
@@ -35,9 +36,8 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Check recipes, and the files they name, without starting anything. Prints every fault at once."""
-    from finetune.errors import Fault, UserError
+    from finetune.errors import UserError
     from finetune.paths import shipped_names
-    from finetune.recipe.references import missing_files
     from finetune.recipe.resolve import recipe_digest
 
     faults: list[Fault] = []
@@ -48,13 +48,13 @@ def validate(
         except UserError as error:
             faults += error.faults
             continue
-        missing = missing_files(loaded)
-        faults += missing
-        if not missing:
+        found = _faults_of_named_files(loaded)
+        faults += found
+        if not found:
             recipe = loaded.value
             valid.append({"recipe": name, "name": recipe.name, "digest": recipe_digest(recipe)})
     if faults:
-        raise UserError(faults)
+        raise UserError(list(dict.fromkeys(faults)))
     lines = [f"valid: {row['recipe']} (name {row['name']}, digest {row['digest'][:8]})" for row in valid]
     emit({"valid": valid}, "\n".join(lines), as_json=as_json)
 
@@ -125,6 +125,30 @@ def _read(name: str, overrides: list[str] | None) -> Loaded[Recipe]:
 
     resolved = Path(name) / "recipe.resolved.yaml"
     return read_recipe(resolved if resolved.is_file() else name, overrides or ())
+
+
+def _faults_of_named_files(loaded: Loaded[Recipe]) -> list[Fault]:
+    """Faults of the dataset spec and the suites that a recipe names: absent, or wrong in themselves."""
+    from finetune.data.spec import DatasetSpec
+    from finetune.errors import UserError
+    from finetune.evaluation.suite import load_suite
+    from finetune.paths import find_declarative
+    from finetune.recipe.yaml_loader import load_typed
+
+    beside = loaded.path.parent
+    faults: list[Fault] = []
+    try:
+        where = loaded.where("data.spec")
+        spec = find_declarative("data", loaded.value.data.spec, relative_to=beside, where=where)
+        load_typed(spec, DatasetSpec, defaults={"name": spec.stem})
+    except UserError as error:
+        faults += error.faults
+    for suite in loaded.value.eval.suites:
+        try:
+            load_suite(suite, relative_to=beside, where=loaded.where("eval.suites"))
+        except UserError as error:
+            faults += error.faults
+    return faults
 
 
 def _shown(value: Any) -> str:

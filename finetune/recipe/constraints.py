@@ -13,7 +13,8 @@ from finetune.errors import Fault
 from finetune.recipe.annotations import describe, fields_of, shown
 from finetune.recipe.nodes import Mapping, Node, Origin, Sequence
 
-_KEYED_MESSAGE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*): (.+)", re.DOTALL)
+# 'key: what is wrong; what to write', the form of messages that validators raise as plain ValueError.
+_KEYED_MESSAGE = re.compile(r"(?:([A-Za-z_]\w*(?:\.\w+)*): )?(.+?)(?:; ([^;]+))?", re.DOTALL)
 
 
 def _at_least(n: int, what: str) -> str:
@@ -34,7 +35,10 @@ _WORDING: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def refused(key: str, what: str, *, fix: str = "") -> PydanticCustomError:
-    """For validators of a section: raise this to place a fault at `key` (dotted, below the section) with a remedy."""
+    """For validators of a section: raise this to place a fault at `key` (dotted, below the section) with a remedy.
+
+    A ValueError that reads 'key: what is wrong; what to write' does the same.
+    """
     return PydanticCustomError("refused", "{what}", {"key": key, "what": what, "fix": fix})
 
 
@@ -76,7 +80,7 @@ def _fault(detail: ErrorDetails, node: Mapping, model: type[BaseModel], key: str
     elif detail["type"] in ("value_error", "assertion_error"):
         message = str(limits.get("error", message))
         if (keyed := _KEYED_MESSAGE.fullmatch(message)) is not None:
-            target, message = keyed[1], keyed[2]
+            target, message, fix = keyed[1] or "", keyed[2], keyed[3] or ""
     if target:
         dotted, origin = _locate(node, (*detail["loc"], *target.split(".")), key)
     return origin, Fault(f"'{dotted}': {message}" if dotted else message, str(origin), "", fix)

@@ -81,7 +81,7 @@ class _Fitter:
         """Any value by its annotation; REFUSED when it was reported."""
         form = accepted(annotation)
         if form.anything:
-            return to_plain(node)
+            return REFUSED if self._refuse_not_finite(node, key) else to_plain(node)
         if isinstance(node, Mapping):
             return self._mapping(node, form, annotation, key)
         if isinstance(node, Sequence):
@@ -100,6 +100,22 @@ class _Fitter:
         if not isinstance(value, Refused):
             return value
         return self._refuse_scalar(node, form, annotation, key)
+
+    def _refuse_not_finite(self, node: Node, key: str) -> bool:
+        """Report NaN and infinities, which have no place in a digest, anywhere in a value without a type."""
+        if isinstance(node, Mapping):
+            below = [(f"{key}.{name}", entry.node) for name, entry in node.entries.items()]
+        elif isinstance(node, Sequence):
+            below = [(f"{key}[{i}]", item) for i, item in enumerate(node.items)]
+        elif node.kind in ("int", "float") and not math.isfinite(_number(node) or 0):
+            self._refuse(
+                node.origin, f"'{key}' must be finite, not {shown(node.text)}", fix="write a finite number"
+            )
+            return True
+        else:
+            return False
+        found = [self._refuse_not_finite(inner, dotted) for dotted, inner in below]
+        return any(found)
 
     def _mapping(self, node: Mapping, form: Accepted, annotation: Any, key: str) -> Any:
         if form.models:

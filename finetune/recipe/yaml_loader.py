@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from finetune.errors import Fault, UserError
 from finetune.recipe.fit import PlacedFault, fit
-from finetune.recipe.nodes import DEFAULT, Entry, Mapping, Origin, from_plain, leaves
+from finetune.recipe.nodes import DEFAULT, Entry, Mapping, Origin, Scalar, from_plain, leaves
 from finetune.recipe.overrides import apply_overrides, parse_overrides
 from finetune.recipe.yaml_nodes import parse_yaml, read_yaml_text, shown_path
 
@@ -68,9 +68,10 @@ def read_tree(path: Path) -> tuple[Mapping, list[Fault]]:
     node, faults = parse_yaml(text, lambda line, column: Origin("file", shown, line, column))
     if isinstance(node, Mapping):
         return node, faults
-    if node is None and not faults:
+    blank = node is None or (isinstance(node, Scalar) and node.kind == "null" and not node.text)
+    if blank and not faults:
         faults = [Fault("the file is empty", f"{shown}:1:1", fix="write at least the required keys")]
-    elif node is not None:
+    elif node is not None and not blank:
         what = "the file must hold a mapping (`key: value` lines)"
         faults = [*faults, Fault(what, str(node.origin), fix="write `key: value` lines at the top level")]
     raise UserError(faults)

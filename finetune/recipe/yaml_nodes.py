@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class _Builder:
         self.faults.append(Fault(what, str(origin), why, fix))
 
     def _scalar(self, node: Any, origin: Origin) -> Scalar:
-        tag, text = str(node.tag).removeprefix(_TAG), str(node.value)
+        tag, text = str(node.tag).removeprefix(_TAG), self._text(node, origin)
         if tag == "null":
             return Scalar("null", text, origin)
         if tag == "bool" and text in _BOOLEANS:  # YAML 1.1 reads more words as booleans; here they stay text
@@ -161,6 +162,21 @@ class _Builder:
         if tag not in ("str", "bool", "int", "float", "timestamp", "merge", "value"):
             self._fault(f"tag {_short(node.tag)} is not supported", origin, fix="remove the tag")
         return Scalar("str", text, origin)
+
+    def _text(self, node: Any, origin: Origin) -> str:
+        """The text of a scalar; pairs of escaped surrogates, as JSON writes them, become one character."""
+        text = str(node.value)
+        if not any("\ud800" <= character <= "\udfff" for character in text):
+            return text
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self._fault(
+                "half of a surrogate pair is no character",
+                origin,
+                fix="write the character itself, or \\UXXXXXXXX",
+            )
+            return ""
 
     def _mapping(self, node: Any, origin: Origin, above: tuple[int, ...]) -> Mapping:
         entries: dict[str, Entry] = {}
@@ -177,8 +193,10 @@ class _Builder:
             if key_node.id != "scalar" or str(key_node.tag) == _TAG + "null":
                 self._fault("a key must be text", key_at, fix="write `key: value`; put odd keys in quotes")
                 continue
-            key = str(key_node.value)
+            key = self._text(key_node, key_at)
             value = self.build(value_node, above)
+            if isinstance(value, Scalar) and value.kind == "null" and not value.text:
+                value = replace(value, origin=key_at)  # the parser places an empty value at the next token
             if key in entries:
                 self._duplicate(key, key_at, entries[key].origin)
             else:
