@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from finetune.digest import digest_json
 from finetune.errors import UserError
 
 Side = Literal["train", "validation", "test", "regressions"]
@@ -19,7 +20,8 @@ class Row:
     """One conversation.
 
     `messages` holds {"role", "content"} dicts and, for tools, `tool_calls` exactly as given. Rows of one `group` fall
-    on one side of the split. `source` says where the row came from. `tags` are free labels, e.g. the intent.
+    on one side of the split. `source` says where the row came from. `tags` are free labels, e.g. the intent. `tools`
+    are the definitions that the chat template shows to the model.
     """
 
     id: str
@@ -27,15 +29,18 @@ class Row:
     group: str
     source: str
     tags: dict[str, str] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        """As stored in a split file; `tools` is there only when the row has some."""
+        stored: dict[str, Any] = {
             "id": self.id,
             "messages": list(self.messages),
             "group": self.group,
             "source": self.source,
             "tags": self.tags,
         }
+        return stored | ({"tools": list(self.tools)} if self.tools else {})
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Row:
@@ -46,7 +51,12 @@ class Row:
             group=given["group"],
             source=given["source"],
             tags=dict(given["tags"]),
+            tools=tuple(given.get("tools", ())),
         )
+
+    def content_digest(self) -> str:
+        """Of what is learnt from the row: two rows with the same digest are exact duplicates."""
+        return digest_json([self.messages, self.tools])
 
     @property
     def prompt(self) -> tuple[dict[str, Any], ...]:

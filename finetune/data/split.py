@@ -7,7 +7,8 @@ import itertools
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from finetune.data.rows import SIDES, SIDES_BY_PRECEDENCE, Ledger, Row, Side
 from finetune.data.spec import SelectSection, SplitSection
@@ -24,9 +25,25 @@ def salted_hash(salt: str, key: str) -> int:
 
 
 def normalised_prompt(row: Row) -> str:
-    """The prompt with case, compatibility forms and white space folded: what 'the same prompt' means everywhere."""
-    parts = (f"{turn['role']}\x00{turn.get('content')}" for turn in row.prompt)
-    return fold_text("\x01".join(parts))
+    """All before the last answer, with case, compatibility forms and white space folded: 'the same prompt'."""
+    return _fold_turns(row.prompt)
+
+
+def normalised_opening(messages: Sequence[Mapping[str, Any]]) -> str:
+    """All before the first answer to a user, folded like a prompt: the same in every continuation of a conversation.
+
+    Rows grouped by their opening share no prompt across sides, neither as a whole row nor as an earlier turn.
+    """
+    asked = False
+    for index, turn in enumerate(messages):
+        if asked and turn["role"] == "assistant":
+            return _fold_turns(messages[:index])
+        asked = asked or turn["role"] == "user"
+    return _fold_turns(messages)
+
+
+def _fold_turns(turns: Sequence[Mapping[str, Any]]) -> str:
+    return fold_text("\x01".join(f"{turn['role']}\x00{turn.get('content') or ''}" for turn in turns))
 
 
 def fold_text(text: str) -> str:
@@ -98,7 +115,7 @@ def split_rows(rows: Iterable[Row], split: SplitSection, ledger: Ledger) -> dict
     assigned = assign_sides(strata, split)
     by_side: dict[Side, list[Row]] = {side: [] for side in SIDES}
     for group in sorted(by_group):
-        by_side[assigned[group]] += sorted(by_group[group], key=_content_key)
+        by_side[assigned[group]] += sorted(by_group[group], key=lambda row: row.id)
     seen: set[str] = set()
     owners: dict[str, Side] = {}
     for side in SIDES_BY_PRECEDENCE:
@@ -113,14 +130,10 @@ def _stratum(rows: list[Row], tag: str | None) -> str:
     return min(row.tags.get(tag, "") for row in rows)
 
 
-def _content_key(row: Row) -> tuple[str, str]:
-    return row.id, str(row.messages)
-
-
 def _is_new(
     row: Row, side: Side, split: SplitSection, seen: set[str], owners: dict[str, Side], ledger: Ledger
 ) -> bool:
-    content = digest_bytes(repr([sorted(turn.items()) for turn in row.messages]).encode())
+    content = row.content_digest()
     if content in seen:
         ledger.drop("duplicate", source=row.source, id=row.id)
         return False
