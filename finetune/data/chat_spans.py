@@ -1,0 +1,248 @@
+"""Where the answers are in a rendered conversation, by the model's own chat template, and proof that it is so.
+
+Legend: `full` is the whole conversation as rendered; a span (start, end) counts characters of `full`; an answer's span
+begins where the generation prompt ends and stops after its end-of-turn token, so it is exactly what the model must say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "ProbeAnswer"
+_REWRITES = (
+    "training on it would teach from contexts that never occur when the model is used; some templates strip the "
+    "reasoning of earlier turns, others write the last turn differently"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """How the template ends an assistant turn: `text` in full, `end_of_turn` the token in it, `lead` what comes before."""
+
+    text: str
+    lead: str
+    end_of_turn: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """The text of a conversation up to its last answer, the spans of its trained answers and their prompts' ends."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def render(
+    messages: Messages, tokenizer: Any, *, tools: Sequence[Any] = (), generation_prompt: bool = False
+) -> str:
+    """The conversation as text, by the tokenizer's own chat template.
+
+    Raises UserError when there is no template, or when the template refuses the conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the tokenizer has no chat template, so conversations cannot be rendered",
+            where="model.id",
+            fix="take the instruct variant of the model, or set tokenizer.chat_template and save the tokenizer",
+        )
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(turn) for turn in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise UserError(
+            f"the chat template refuses the conversation: {error}",
+            why=f"its roles are {', '.join(str(turn['role']) for turn in messages)}",
+            fix="mend the row, or take a model whose template allows such turns",
+        ) from error
+    return str(text)
+
+
+def closing_of(tokenizer: Any) -> Closing:
+    """How the chat template ends an assistant turn, found by rendering one.
+
+    Raises UserError when it ends with no special token (a model trained so would never learn to stop), or when the
+    template has no generation prompt (the model could not be asked to answer).
+    """
+    question = {"role": "user", "content": "q"}
+    text = render([question, {"role": "assistant", "content": _PROBE}], tokenizer)
+    _, found, tail = text.rpartition(_PROBE)
+    end_of_turn = _first_special(tail, tokenizer)
+    if not found or end_of_turn is None:
+        raise UserError(
+            "the chat template ends the assistant's turn with no end-of-turn token",
+            where="chat template",
+            why="a model trained with it would never learn to stop",
+            fix="add the end-of-turn token to the template after the assistant's content",
+        )
+    if render([question], tokenizer) == render([question], tokenizer, generation_prompt=True):
+        raise UserError(
+            "the chat template has no generation prompt",
+            where="chat template",
+            why="with or without add_generation_prompt it renders the same, so the model cannot be asked to answer",
+            fix="add {% if add_generation_prompt %} with the assistant's header to the template",
+        )
+    return Closing(tail, tail[: tail.index(end_of_turn)], end_of_turn)
+
+
+def locate_answers(
+    messages: Messages,
+    tokenizer: Any,
+    closing: Closing,
+    *,
+    tools: Sequence[Any] = (),
+    last_only: bool = False,
+) -> RenderedRow:
+    """Render a conversation and find its trained answers; every span is proven against the full render.
+
+    Turns after the last answer carry nothing to learn and are left out. Answers with `train: false` or `weight: 0`,
+    and one that opens the conversation with nothing to answer, get no span. Raises UserError, by name, when the
+    template gives an answer no provable place.
+    """
+    answers = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    if not answers:
+        raise UserError("the row has no assistant turn", fix="give every row an answer to learn from")
+    messages = messages[: answers[-1] + 1]
+    full = render(messages, tokenizer, tools=tools)
+    blocks = _generation_blocks(messages, tokenizer, tools, full, len(answers))
+    spans: list[tuple[int, int]] = []
+    for number, index in enumerate(answers):
+        if (last_only and index != answers[-1]) or index == 0 or not _is_trained(messages[index]):
+            continue
+        prompt = render(messages[:index], tokenizer, tools=tools, generation_prompt=True)
+        if not full.startswith(prompt):
+            raise _rewritten(index, "the prompt of this answer is not how the whole conversation begins")
+        if blocks is None:
+            end = _rendered_end(messages[: index + 1], tokenizer, tools, closing, full, prompt)
+            start = len(prompt)
+        else:
+            start, end = _block_edges(full, blocks[number], len(prompt), closing)
+        _require_as_written(messages[index], full[start:end], index)
+        spans.append((start, end))
+    return RenderedRow(full, tuple(spans))
+
+
+def _is_trained(turn: Mapping[str, Any]) -> bool:
+    return turn.get("train") is not False and turn.get("weight") != 0
+
+
+def _rendered_end(
+    through: Messages, tokenizer: Any, tools: Sequence[Any], closing: Closing, full: str, prompt: str
+) -> int:
+    """End of the last answer of `through` in `full`, from rendering the conversation up to it."""
+    index = len(through) - 1
+    said = render(through, tokenizer, tools=tools)[len(prompt) :]
+    if said.endswith(closing.text):
+        said = said.removesuffix(closing.text) + closing.lead + closing.end_of_turn
+    else:  # e.g. a tool call, which some templates end with a token of its own
+        said = said.rstrip()
+        if not any(said.endswith(token) for token in _special_tokens(tokenizer)):
+            raise UserError(
+                "the chat template ends this assistant turn with no end-of-turn token",
+                where=f"turn {index}",
+                fix="add the end-of-turn token to the template after the assistant's content",
+            )
+    if not full.startswith(prompt + said):
+        raise _rewritten(index, "the answer is rendered differently in the whole conversation")
+    return len(prompt) + len(said)
+
+
+def _require_as_written(turn: Mapping[str, Any], said: str, index: int) -> None:
+    """A template that leaves out a part of the answer, e.g. its reasoning, would train something else in silence."""
+    content = turn.get("content")
+    if isinstance(content, str) and content not in said and content.strip() not in said:
+        raise UserError(
+            "the chat template rewrites the answer: it is not rendered as it is written",
+            where=f"turn {index}",
+            why="a part of it, often the reasoning, would be left out of training without a word",
+            fix="put reasoning into the key the template reads (reasoning_content), or take a template that keeps it",
+        )
+
+
+def _generation_blocks(
+    messages: Messages, tokenizer: Any, tools: Sequence[Any], full: str, n_answers: int
+) -> list[tuple[int, int]] | None:
+    """Character spans of the template's {% generation %} blocks, one an answer; None when it has no such block."""
+    template = tokenizer.get_chat_template(None, list(tools) or None)
+    if not _GENERATION_BLOCK.search(template):
+        return None
+    encoded = tokenizer.apply_chat_template(
+        [dict(turn) for turn in messages],
+        tools=list(tools) or None,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    mask, offsets = encoded["assistant_masks"], encoded["offset_mapping"]
+    spans: list[tuple[int, int]] = []
+    for position, inside in enumerate(mask):
+        if inside and position and mask[position - 1]:
+            spans[-1] = (spans[-1][0], offsets[position][1])
+        elif inside:
+            spans.append(tuple(offsets[position]))
+    covered = sum(end - start for start, end in spans)
+    if len(spans) != n_answers or covered >= len(full):
+        raise UserError(
+            f"the template's generation blocks mark {len(spans)} answers of {n_answers}",
+            where="chat template",
+            why="a mask of nothing would train nothing; a mask of everything would train the prompt",
+            fix="put {% generation %} … {% endgeneration %} around each assistant turn, and around nothing else",
+        )
+    return spans
+
+
+def _block_edges(full: str, block: tuple[int, int], prompt_end: int, closing: Closing) -> tuple[int, int]:
+    """A generation block, its start moved to the end of the prompt when only white space lies between."""
+    start, end = block
+    if start < prompt_end or not full[prompt_end:start].strip():
+        start = prompt_end
+    return start, _end_of_turn(full, end, closing)
+
+
+def _end_of_turn(full: str, end: int, closing: Closing) -> int:
+    """Move the end of a generation block to just after the end-of-turn token, whether the block holds it or not."""
+    inside = full[:end].rstrip()
+    if inside.endswith(closing.end_of_turn):
+        return len(inside)
+    ending = closing.lead + closing.end_of_turn
+    if full.startswith(ending, end):
+        return end + len(ending)
+    raise UserError(
+        f"no end-of-turn token '{closing.end_of_turn}' at the end of a generation block",
+        where="chat template",
+        why="a model trained with it would never learn to stop",
+        fix="end the assistant's turn with the same token everywhere in the template",
+    )
+
+
+def _rewritten(index: int, what: str) -> UserError:
+    return UserError(
+        f"the chat template rewrites history: {what}",
+        where=f"turn {index}",
+        why=_REWRITES,
+        fix="set data.train_on: last, or split each conversation into one row an answer",
+    )
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Every token that tokenizing never splits or merges, longest first."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    return sorted(added | set(tokenizer.all_special_tokens), key=lambda token: (-len(token), token))
+
+
+def _first_special(text: str, tokenizer: Any) -> str | None:
+    found = [(text.find(token), -len(token), token) for token in _special_tokens(tokenizer) if token in text]
+    return min(found)[2] if found else None

@@ -1,0 +1,132 @@
+"""From rows to tokens and labels, with a policy for rows that are too long and an account of every row.
+
+The model's own chat template decides the text (`chat_spans`), which is then tokenised and labelled row by row
+(`row_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune.data.chat_spans import closing_of
+from finetune.data.long_rows import shorten
+from finetune.data.row_tokens import (
+    IGNORED,
+    TokenisedRow,
+    TrainOn,
+    generation_stop_ids,
+    prompt_ids,
+    tokenise_with,
+)
+from finetune.data.rows import Row
+from finetune.errors import UserError
+
+__all__ = [
+    "IGNORED",
+    "LongRows",
+    "TokenisedRow",
+    "TokenisedSplit",
+    "TrainOn",
+    "generation_stop_ids",
+    "prompt_ids",
+    "tokenise_row",
+    "tokenise_rows",
+]
+
+LongRows = Literal["error", "drop", "truncate_prompt"]
+_COUNTS = ("read", "kept", "dropped_too_long", "truncated", "dropped_no_target")
+_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisedSplit:
+    """Rows that fit, and an account of those that did not: read = kept + dropped_too_long + dropped_no_target.
+
+    `counts["truncated"]` are kept rows whose prompt was cut. `dropped` holds {"id", "index", "reason", "tokens"}.
+    """
+
+    rows: list[TokenisedRow]
+    counts: dict[str, int]
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def n_targets(self) -> int:
+        return sum(row.n_targets for row in self.rows)
+
+
+def tokenise_row(row: Row, tokenizer: Any, *, train_on: TrainOn = "all") -> TokenisedRow:
+    """Tokens and labels of one row. Raises UserError, naming the row, when its answers have no provable place."""
+    return tokenise_with(row, tokenizer, closing_of(tokenizer), train_on)
+
+
+def tokenise_rows(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    long_rows: LongRows = "error",
+    train_on: TrainOn = "all",
+) -> TokenisedSplit:
+    """Tokenise rows and apply the policy for rows longer than `max_tokens`; an answer is never cut.
+
+    error: refuse, listing them. drop: leave them out. truncate_prompt: leave out the oldest turns first, then the
+    middle of the longest turn that is left, keeping the system turn; a row whose answer alone does not fit is dropped.
+    Rows without any target are dropped. All are counted. Raises UserError when rows went in and none came out.
+    """
+    if not rows:
+        return TokenisedSplit([], dict.fromkeys(_COUNTS, 0))
+    closing = closing_of(tokenizer)
+
+    def tokenise(row: Row) -> TokenisedRow:
+        return tokenise_with(row, tokenizer, closing, train_on)
+
+    counts: Counter[str] = Counter(read=len(rows))
+    kept: list[TokenisedRow] = []
+    dropped: list[dict[str, Any]] = []
+    for index, row in enumerate(rows):
+        whole = tokenise(row)
+        fitting: TokenisedRow | None = whole
+        if whole.n_targets and len(whole.input_ids) > max_tokens:
+            fitting = shorten(row, max_tokens, tokenise) if long_rows == "truncate_prompt" else None
+            counts["truncated"] += fitting is not None
+        if fitting is not None and fitting.n_targets:
+            kept.append(fitting)
+            continue
+        reason = "too_long" if whole.n_targets else "no_target"
+        counts[f"dropped_{reason}"] += 1
+        dropped.append({"id": row.id, "index": index, "reason": reason, "tokens": len(whole.input_ids)})
+    if long_rows == "error":
+        _refuse_long(dropped, max_tokens)
+    if not kept:
+        _refuse_empty(dropped, max_tokens)
+    counts["kept"] = len(kept)
+    return TokenisedSplit(kept, {name: counts[name] for name in _COUNTS}, dropped)
+
+
+def _refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+    too_long = [entry for entry in dropped if entry["reason"] == "too_long"]
+    if not too_long:
+        return
+    longest = max(entry["tokens"] for entry in too_long)
+    listed = ", ".join(f"{entry['id']} ({entry['tokens']})" for entry in too_long[:_ROWS_SHOWN])
+    raise UserError(
+        f"{len(too_long)} rows are longer than data.max_tokens = {max_tokens}; the longest has {longest} tokens",
+        where="data.max_tokens",
+        why=f"first: {listed}",
+        fix=f"set data.max_tokens to {longest}, or data.long_rows to drop or truncate_prompt",
+    )
+
+
+def _refuse_empty(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+    reasons = Counter(str(entry["reason"]) for entry in dropped)
+    lengths = [entry["tokens"] for entry in dropped]
+    raise UserError(
+        f"no row is left: of {len(dropped)} rows, {reasons['too_long']} are too long for data.max_tokens = "
+        f"{max_tokens} and {reasons['no_target']} have no trained answer",
+        where="data.max_tokens",
+        why=f"the rows have {min(lengths)} to {max(lengths)} tokens",
+        fix="raise data.max_tokens, or check that answers are not marked train: false",
+    )
