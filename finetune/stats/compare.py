@@ -6,11 +6,11 @@ test for few items; clustered items -> whole clusters are flipped or a cluster-r
 Verdict, from the two-sided interval of mean(b) - mean(a):
   improved       the interval lies entirely above 0
   regressed      the interval lies entirely below 0
-  no-evidence    it contains 0 and its lower end is above -margin: a loss beyond the margin is excluded, a gain is not shown
-                 (without a margin every interval that contains 0)
-  inconclusive   it contains 0 and reaches -margin: neither a gain is shown nor a loss beyond the margin excluded
-Interval and test never contradict each other about a difference: when the test does not reject, the interval is
-stretched to include 0.
+  no-evidence    neither, and its lower end is above -margin: a loss beyond the margin is excluded, a gain is not shown
+                 (without a margin: whenever no difference is shown)
+  inconclusive   neither, and it reaches -margin: neither a gain is shown nor a loss beyond the margin excluded
+With a handful of discordant items the interval and the test may disagree about 0 (4 fixed, none broken: the interval lies
+above 0, p = 0.06). The more cautious of the two decides then: a difference counts only when the test agrees.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Comparison:
     fixed, broken, both_right, both_wrong: item counts, None unless all scores are 0 or 1.
     clusters: how many, None when the items are independent.
     noninferiority: pass, regressed or inconclusive at the margin, None without one; `one_sided_low` is its bound.
+    notes: what a reader must know before trusting the numbers, e.g. that there are too few clusters.
     least_detectable: smallest true difference that this many items would have found with 80 % power.
     items_to_settle: how many more items would settle an inconclusive verdict with 80 % power if the true difference is the
     one observed; None for the other verdicts, and when no number would.
@@ -68,6 +69,7 @@ class Comparison:
     test: str
     interval: str
     reason: str
+    notes: tuple[str, ...]
     fixed: int | None
     broken: int | None
     both_right: int | None
@@ -86,7 +88,7 @@ class Comparison:
         return _EXIT_CODES[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"notes": list(self.notes), "limits": self.limits()}
 
     def limits(self) -> str:
         """What these items can and cannot show, in one sentence; takes the place of 'no difference'."""
@@ -138,7 +140,7 @@ def compare(
         estimate = estimate_continuous(
             first, second, labels, confidence=confidence, bounded=bounded, seed=seed
         )
-    verdict = _verdict(estimate.low, estimate.high, margin)
+    verdict = decide(estimate.low, estimate.high, estimate.p_value <= 1.0 - confidence, margin)
     return Comparison(
         n=n,
         mean_a=_mean(first),
@@ -151,6 +153,7 @@ def compare(
         test=estimate.test,
         interval=estimate.interval,
         reason=estimate.reason,
+        notes=estimate.notes,
         **_cells(first, second, binary),
         clusters=estimate.clusters,
         margin=margin,
@@ -170,10 +173,11 @@ def _mean(scores: FloatArray) -> float:
     return float(np.sort(scores).mean())
 
 
-def _verdict(low: float, high: float, margin: float | None) -> Verdict:
-    if low > 0.0:
+def decide(low: float, high: float, rejected: bool, margin: float | None) -> Verdict:
+    """The verdict of an interval, given whether the test rejects 'no difference' (see the top of this file)."""
+    if low > 0.0 and rejected:
         return "improved"
-    if high < 0.0:
+    if high < 0.0 and rejected:
         return "regressed"
     if margin is None or low > -margin:
         return "no-evidence"

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.stats.clusters import cluster_codes, cluster_sums, robust_mean
+from finetune.errors import UserError
+from finetune.stats.clusters import effective_items, robust_mean, unit_totals
 from finetune.stats.distributions import FloatArray, normal_cdf, normal_quantile, t_quantile
 from finetune.stats.validate import (
     checked_clusters,
@@ -48,8 +49,9 @@ def mean_interval(
 
     values: scores, shape [n], or [n, samples] when every item was sampled several times (averaged per item first).
     Method: `wilson` for right/wrong scores with fewer than 300 items or fewer than 30 of either outcome; `clt` (Student's t)
-    from 300 items; `bca` (bootstrap, seeded) for other scores below 300 items; `clustered` (cluster-robust standard error,
-    t with at most clusters - 1 degrees of freedom) when `clusters` are given. Scores within [0, 1] keep their interval there.
+    from 300 items; `bca` (bootstrap, seeded) for other scores below 300 items; `identical` when there is nothing to resample; with `clusters`,
+    `clustered` (cluster-robust standard error, t with at most clusters - 1 degrees of freedom), or `clustered wilson` on
+    the effective number of items where fewer than 30 of either outcome remain. Scores within [0, 1] keep their interval there.
     Raises UserError for an empty set, NaN, or lengths that differ.
     """
     confidence = checked_confidence(confidence)
@@ -130,11 +132,24 @@ def _identical(scores: FloatArray, confidence: float) -> tuple[float, float, str
     return value * (1 - elsewhere), value * (1 - elsewhere) + elsewhere, "identical"
 
 
-def _clustered(scores: FloatArray, labels: Sequence[Hashable], confidence: float) -> tuple[float, float, str]:
-    sums, sizes = cluster_sums(scores, cluster_codes(labels))
-    robust = robust_mean(sums, sizes)
-    if robust.clusters < 2 or robust.standard_error == 0.0:
-        low, high, _ = _identical(np.full(robust.clusters, robust.mean), confidence)
-        return low, high, "clustered"
-    half = float(t_quantile(0.5 + confidence / 2.0, robust.degrees_of_freedom)) * robust.standard_error
-    return robust.mean - half, robust.mean + half, "clustered"
+def _clustered(
+    scores: FloatArray, clusters: Sequence[Hashable], confidence: float
+) -> tuple[float, float, str]:
+    """Student's t on the cluster-robust error; Wilson's interval on effective items where one outcome is rare."""
+    robust = robust_mean(unit_totals(scores, clusters))
+    mean, error = float(robust.mean), float(robust.standard_error)
+    if robust.units < 2:
+        if not is_bounded(scores):
+            raise UserError(
+                "one cluster gives no margin of error", fix="leave the clusters out or use a finer key"
+            )
+        return 0.0, 1.0, "one cluster"
+    critical = float(t_quantile(0.5 + confidence / 2.0, robust.degrees_of_freedom))
+    if is_binary(scores):
+        items = float(effective_items(mean * (1.0 - mean), error, len(scores), robust.units))
+        if items * min(mean, 1.0 - mean) < _RARE_OUTCOMES:
+            low, high = wilson_interval(mean * items, items, critical=critical)
+            return low, high, "clustered wilson"
+    elif error == 0.0:
+        return _identical(np.full(robust.units, mean), confidence)
+    return mean - critical * error, mean + critical * error, "clustered"

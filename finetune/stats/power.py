@@ -172,8 +172,20 @@ def design_effect(cluster_size: float, intra_cluster_correlation: float) -> floa
     return 1.0 + (cluster_size - 1.0) * intra_cluster_correlation
 
 
-def power_paired(n: int, effect: float, discordance: float, *, alpha: float = 0.05) -> float:
-    """Probability that McNemar's mid-p falls to alpha or below, exact up to 20,000 items, the normal approximation above."""
+def power_paired(
+    n: int,
+    effect: float,
+    discordance: float,
+    *,
+    alpha: float = 0.05,
+    design_effect: float = 1.0,
+    clusters: int | None = None,
+) -> float:
+    """Probability that `compare` finds a difference of `effect` on n right/wrong items.
+
+    Independent items: that McNemar's mid-p falls to alpha or below, exact up to 20,000 items. Clustered items: the noncentral
+    t with clusters - 1 degrees of freedom, the variance inflated by `design_effect`.
+    """
     _check_share("discordance", discordance)
     if abs(effect) > discordance:
         raise UserError(
@@ -181,6 +193,9 @@ def power_paired(n: int, effect: float, discordance: float, *, alpha: float = 0.
         )
     if discordance == 0.0:
         return 0.0
+    if clusters is not None or design_effect != 1.0:
+        deviation = math.sqrt(design_effect * max(discordance - effect**2, 1e-300))
+        return _power_t(n, effect, deviation, alpha, (clusters or n) - 1)
     if n > _EXACT_ITEMS:
         z_alpha, _ = _z_pair(alpha, 0.5)
         spread = math.sqrt(max(discordance - effect**2, 1e-300))
@@ -228,18 +243,35 @@ def power_unpaired(n: int, share_a: float, share_b: float, *, alpha: float = 0.0
     return float(normal_cdf(shift - edge) + normal_cdf(-shift - edge))
 
 
-def power_mean(n: int, effect: float, standard_deviation: float, *, alpha: float = 0.05) -> float:
-    """Power of the two-sided paired t test for differences with this standard deviation (noncentral t)."""
+def power_mean(
+    n: int,
+    effect: float,
+    standard_deviation: float,
+    *,
+    alpha: float = 0.05,
+    design_effect: float = 1.0,
+    clusters: int | None = None,
+) -> float:
+    """Power of the two-sided t test for paired differences with this standard deviation (noncentral t).
+
+    Clustered items: degrees of freedom clusters - 1, the variance inflated by `design_effect`.
+    """
+    if n < 2 or standard_deviation <= 0.0:
+        raise UserError("a t test needs at least 2 items and a positive standard deviation")
+    return _power_t(n, effect, standard_deviation * math.sqrt(design_effect), alpha, (clusters or n) - 1)
+
+
+def _power_t(n: int, effect: float, deviation: float, alpha: float, dof: int) -> float:
     from scipy.special import nctdtr
 
     from finetune.stats.distributions import t_quantile
 
-    if n < 2 or standard_deviation <= 0.0:
-        raise UserError("a t test needs at least 2 items and a positive standard deviation")
-    edge, shift = float(t_quantile(1 - alpha / 2, n - 1)), abs(effect) * math.sqrt(n) / standard_deviation
+    if dof < 1:
+        return 0.0
+    edge, shift = float(t_quantile(1 - alpha / 2, dof)), abs(effect) * math.sqrt(n) / deviation
     if shift > 30.0:
         return 1.0
-    return float(1.0 - nctdtr(n - 1, shift, edge) + nctdtr(n - 1, shift, -edge))
+    return float(1.0 - nctdtr(dof, shift, edge) + nctdtr(dof, shift, -edge))
 
 
 def _smallest(enough: Any) -> float:
