@@ -82,8 +82,22 @@ def _fault(detail: ErrorDetails, node: Mapping, model: type[BaseModel], key: str
         if (keyed := _KEYED_MESSAGE.fullmatch(message)) is not None:
             target, message, fix = keyed[1] or "", keyed[2], keyed[3] or ""
     if target:
-        dotted, origin = _locate(node, (*detail["loc"], *target.split(".")), key)
+        loc = (*detail["loc"], *target.split("."))
+        dotted, origin = _locate(node, loc, key)
+        origin = _culprit(node, loc) or origin
     return origin, Fault(f"'{dotted}': {message}" if dotted else message, str(origin), "", fix)
+
+
+def _culprit(node: Node, loc: tuple[int | str, ...]) -> Origin | None:
+    """When the key at fault has its default, what broke the rule is the flag or profile that set something beside it."""
+    for part in loc:
+        if not isinstance(node, Mapping):
+            return None
+        if str(part) not in node.entries:
+            beside = [entry.node.origin for entry in node.entries.values()]
+            return next((origin for origin in reversed(beside) if origin.source in ("set", "profile")), None)
+        node = node.entries[str(part)].node
+    return None
 
 
 def _why(model: type[BaseModel], detail: ErrorDetails) -> str:

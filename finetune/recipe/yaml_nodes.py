@@ -14,7 +14,7 @@ from finetune.recipe.nodes import Entry, Mapping, Node, Origin, Scalar, Sequence
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 _BOOLEANS = frozenset({"true", "True", "TRUE", "false", "False", "FALSE"})
-_MAX_NODES = 100_000  # aliases can multiply a short file; a recipe, spec or suite is far below this
+_MAX_NODES = 50_000  # aliases can multiply a short file; a recipe, spec or suite is far below this
 
 Place = Callable[[int, int], Origin]
 
@@ -131,7 +131,7 @@ class _Builder:
                 what = (
                     "an alias holds itself"
                     if id(node) in above
-                    else "aliases multiply to more than 100,000 values"
+                    else f"aliases multiply to more than {_MAX_NODES:,} values"
                 )
                 self._fault(what, origin, fix="write the values out")
             return Scalar("null", "", origin)
@@ -147,7 +147,7 @@ class _Builder:
         return self._mapping(node, origin, above)
 
     def _fault(self, what: str, origin: Origin, *, why: str = "", fix: str = "") -> None:
-        self.faults.append(Fault(what, str(origin), why, fix))
+        self.faults.append(Fault(" ".join(what.split()), str(origin), why, fix))
 
     def _scalar(self, node: Any, origin: Origin) -> Scalar:
         tag, text = str(node.tag).removeprefix(_TAG), self._text(node, origin)
