@@ -1,34 +1,254 @@
-"""Attention document by document in packed rows."""
+"""Attention of packed rows, document by document, so that no dense block-diagonal mask is ever built.
+
+Shapes: B rows, T tokens in a row, H query heads, K key/value heads (H a multiple of K), D head size.
+
+A packed row holds several documents that must not see each other. transformers expresses this with a dense mask
+[B, 1, T, T], built only when no cache and no padding mask is given: with the default `use_cache` the documents see each
+other. Here the boundaries come from `cu_seq_lens_q`, which TRL's padding-free collator passes, else from the places
+where `position_ids` start anew, whatever the cache and the mask are. Each document is then one causal attention.
+
+On CPUs attention is computed in fp32 even when the model is bf16, because the bf16 backward kernel is slow. Measured
+on AVX512-BF16 cores, one layer, 983 tokens in 16 documents, 9 heads of 64, forward + backward, CPU time: dense mask
+128 ms, bf16 document by document 37 ms, fp32 document by document 9 ms. From 16 to 2,048 tokens a document fp32 won
+every time, by a factor of 2 to 12, and documents of equal length gained nothing from being stacked.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-NAME = "document"
+from finetune.model.documents import Segment, cut_mask, find_segments, is_plain_causal
+
+ATTENTION_NAME = "document"
 
 
 def register_document_attention() -> str:
-    """Register the implementation with transformers (idempotent) and return its name for `attn_implementation`."""
+    """Register the implementation with transformers (idempotent); returns its name for `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, document_attention_forward)
-    AttentionMaskInterface.register(NAME, document_mask)
-    return NAME
+    AttentionInterface.register(ATTENTION_NAME, document_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, document_mask)
+    return ATTENTION_NAME
 
 
 def document_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask transformers hands to every layer: None for plain causal rows, packed or not; else that of SDPA.
+
+    A mask function that is not recognised (sliding windows, image blocks, prefix attention) gets its dense mask, which
+    `document_attention` then cuts at the document boundaries: slower, never wrong.
+    """
     from transformers.masking_utils import sdpa_mask
 
+    if (
+        arguments.get("attention_mask") is None
+        and not arguments.get("use_vmap", False)
+        and arguments["q_length"] == arguments["kv_length"]
+        and is_plain_causal(arguments.get("mask_function"))
+    ):
+        return None
     mask: torch.Tensor | None = sdpa_mask(**arguments)
     return mask
 
 
-def document_attention_forward(
-    module: torch.nn.Module, *arguments: Any, **options: Any
+def document_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Causal attention in which no token sees another document; the function transformers calls in every layer.
+
+    `query` [B, H, T, D]; `key`, `value` [B, K, T', D], where T' > T only while decoding from a cache. Returns
+    [B, T, H, D] and no weights. Decoding steps, bidirectional layers, biases and soft caps go to transformers' SDPA.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    n_rows, _, n_tokens, head_size = query.shape
+    if attention_mask is None and n_tokens > 1 and key.shape[2] > n_tokens:
+        # Prefill of a static cache, whose tail is still empty: with no mask only the first T keys count.
+        key, value = key[:, :, :n_tokens], value[:, :, :n_tokens]
+    special = options.get("position_bias") is not None or options.get("softcap") is not None
+    if n_tokens == 1 or key.shape[2] != n_tokens or not causal or special:
+        return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
+    segments = find_segments(n_rows, n_tokens, position_ids, cu_seq_lens_q)
+    if attention_mask is not None:
+        mask = cut_mask(attention_mask, segments, n_rows, position_ids)
+        return _plain(module, query, key, value, mask, dropout, scaling, is_causal, options)
+    if dropout == 0.0 and head_size == value.shape[-1]:
+        if query.device.type == "cpu":
+            attended: torch.Tensor = _CpuDocuments.apply(query, key, value, segments, scaling)  # type: ignore[no-untyped-call]
+            return attended, None
+        if varlen_usable(query) and len(segments) > 1:
+            return varlen_attention(query, key, value, segments, scaling), None
+    return _each_by_sdpa(query, key, value, segments, dropout, scaling), None
+
+
+class _CpuDocuments(torch.autograd.Function):
+    """Flash attention of every segment in fp32, written straight into [B, T, H, D]; only the inputs are kept.
+
+    Calling the kernels directly, in place of autograd over slices, avoids fp32 copies of q, k, v and the output living
+    until the backward, and a zero-filled gradient of the whole row for every slice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: tuple[Segment, ...],
+        scale: float | None,
+    ) -> torch.Tensor:
+        n_rows, n_heads, n_tokens, head_size = query.shape
+        output = query.new_empty(n_rows, n_tokens, n_heads, head_size)
+        log_sums: list[torch.Tensor] = []
+        for segment in segments:
+            q, k, v = (_widen(_slice(tensor, segment)) for tensor in (query, key, value))
+            attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, True, scale=scale
+            )
+            _slice(output.transpose(1, 2), segment).copy_(attended)
+            log_sums.append(log_sum)
+        ctx.save_for_backward(query, key, value, output, *log_sums)
+        ctx.segments, ctx.scale = segments, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, *log_sums = ctx.saved_tensors
+        # [B, T, heads, D] in memory: the order of the kernels' results and of the projections before them.
+        results = [
+            tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in (query, key, value)
+        ]
+        outward = gradients[0].transpose(1, 2)
+        for segment, log_sum in zip(ctx.segments, log_sums, strict=True):
+            q, k, v = (_widen(_slice(tensor, segment)) for tensor in (query, key, value))
+            gradient = _widen(_slice(outward, segment))
+            attended = _widen(_slice(output.transpose(1, 2), segment))
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, q, k, v, attended, log_sum, 0.0, True, scale=ctx.scale
+            )
+            for result, part in zip(results, parts, strict=True):
+                _slice(result, segment).copy_(part)
+        return (*results, None, None)
+
+
+def _slice(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """View [rows, heads, tokens, D] of the part of [B, heads, T, D] that the segment covers."""
+    return tensor[segment.first_row : segment.last_row, :, segment.start : segment.stop]
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """fp32 for half-precision types; other types stay."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _each_by_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[Segment, ...],
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Segment by segment through torch's public SDPA: for dropout, odd head sizes and devices without varlen kernels."""
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = _widen(query), _widen(key), _widen(value)
+    pieces: list[torch.Tensor] = []
+    for segment in segments:
+        q, k, v = (_slice(tensor, segment) for tensor in (query, key, value))
+        attended = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        pieces.append(attended.transpose(1, 2))
+    if all(piece.shape[0] == query.shape[0] for piece in pieces):
+        return torch.cat(pieces, dim=1).to(dtype)
+    # Segments of single rows come row by row, so that laid end to end they are the batch.
+    flat = torch.cat([piece.flatten(0, 1) for piece in pieces])
+    return flat.view(query.shape[0], query.shape[2], *flat.shape[1:]).to(dtype)
+
+
+def varlen_usable(query: torch.Tensor) -> bool:
+    """torch's own variable-length flash attention: CUDA from compute capability 8.0, half precision, D <= 256."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[Segment, ...],
+    scale: float | None,
+) -> torch.Tensor:
+    """All documents in one kernel call: the rows are laid end to end, [B * T, heads, D]. Returns [B, T, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    n_rows, n_heads, n_tokens, head_size = query.shape
+    # Segments that rows share come once; each row needs its own.
+    shared = segments[0].last_row - segments[0].first_row
+    lengths = [segment.stop - segment.start for segment in segments] * shared
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
+    q, k, v = (
+        tensor.transpose(1, 2).reshape(n_rows * n_tokens, -1, head_size) for tensor in (query, key, value)
+    )
+    output: Any = varlen_attn(
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        max(lengths),
+        max(lengths),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=n_heads != key.shape[1],
+    )
+    result: torch.Tensor = output.view(n_rows, n_tokens, n_heads, head_size)
+    return result
+
+
+def _plain(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """transformers' own SDPA, in fp32 on CPUs except for decoding steps, where casting the cache would cost more."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, *arguments, **options)
-    return result
+    dtype = query.dtype
+    if query.device.type == "cpu" and query.shape[2] > 1:
+        query, key, value = _widen(query), _widen(key), _widen(value)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
+    )
+    return output.to(dtype), None
