@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.data import jsonl_source
 from finetune.data.leaks import find_leaks
-from finetune.data.rows import SIDES, Ledger, Row, Side
+from finetune.data.rows import SIDES, Ledger, Progress, Row, Side
 from finetune.data.spec import DatasetSpec, HomeIntentsSource
 from finetune.data.split import require_train, select_rows, split_rows
 from finetune.digest import digest_bytes, digest_file, digest_json
@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 LEDGER = "ledger.jsonl"
 REJECTS = "rejects.jsonl"
 # Modules that have no say in which rows come out; a change in any other module of this package makes a new build.
-_DOWNSTREAM = frozenset({"tokenise.py", "chat_spans.py", "long_rows.py", "packing.py", "show.py"})
+_DOWNSTREAM = frozenset({"tokenise.py", "row_tokens.py", "chat_spans.py", "long_rows.py", "packing.py"})
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def load_spec(path: Path) -> Loaded[DatasetSpec]:
     return load_typed(path, DatasetSpec)
 
 
-def build_dataset(spec_path: Path, builds_root: Path) -> DatasetBuild:
+def build_dataset(spec_path: Path, builds_root: Path, *, on_progress: Progress | None = None) -> DatasetBuild:
     """Build the dataset of a spec, or find the complete build of the same inputs.
 
     The folder appears under `builds_root` in one step, when everything in it is written: a build that was killed
     leaves nothing that could be taken for a complete one. Raises UserError for a faulty spec, missing files, too many
-    faulty rows, no rows, or a split without train rows.
+    faulty rows, no rows, or a split without train rows. `on_progress` is told the share of the source read so far.
     """
     loaded = load_spec(spec_path)
     spec = loaded.value
@@ -84,7 +84,7 @@ def build_dataset(spec_path: Path, builds_root: Path) -> DatasetBuild:
         builds_root.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=builds_root, prefix=f".{folder.name}."))
     try:
-        manifest = _build_into(beside, loaded, spec_path, digest, inputs)
+        manifest = _build_into(beside, loaded, spec_path, digest, inputs, on_progress or _no_progress)
         return DatasetBuild(_publish(beside, folder, digest), manifest)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -101,12 +101,17 @@ def open_build(folder: Path) -> DatasetBuild:
 
 
 def _build_into(
-    folder: Path, loaded: Loaded[DatasetSpec], spec_path: Path, digest: str, inputs: dict[str, Any]
+    folder: Path,
+    loaded: Loaded[DatasetSpec],
+    spec_path: Path,
+    digest: str,
+    inputs: dict[str, Any],
+    on_progress: Progress,
 ) -> dict[str, Any]:
     spec = loaded.value
     ledger = Ledger()
     ignored_keys: Counter[str] = Counter()
-    rows = _read_source(spec, spec_path, ledger, ignored_keys)
+    rows = _read_source(spec, spec_path, ledger, ignored_keys, on_progress)
     by_side = split_rows(rows, spec.split, ledger)
     by_side = select_rows(by_side, spec.select, spec.seed, ledger)
     require_train(by_side, loaded.where("split"))
@@ -143,12 +148,14 @@ def _build_into(
     return manifest
 
 
-def _read_source(spec: DatasetSpec, spec_path: Path, ledger: Ledger, ignored_keys: Counter[str]) -> list[Row]:
+def _read_source(
+    spec: DatasetSpec, spec_path: Path, ledger: Ledger, ignored_keys: Counter[str], on_progress: Progress
+) -> list[Row]:
     if isinstance(spec.source, HomeIntentsSource):
         from finetune.data import home_intents  # parses a grammar: only when asked for
 
-        return list(home_intents.sample_rows(spec.source, spec.seed, ledger))
-    rows = list(jsonl_source.read_rows(spec.source, spec_path.parent, ledger, ignored_keys))
+        return list(home_intents.sample_rows(spec.source, spec.seed, ledger, on_progress))
+    rows = list(jsonl_source.read_rows(spec.source, spec_path.parent, ledger, ignored_keys, on_progress))
     jsonl_source.check_reject_rate(spec.source, ledger, str(spec_path))
     return rows
 
@@ -170,6 +177,10 @@ def _source_inputs(spec: DatasetSpec, spec_folder: Path) -> dict[str, Any]:
     return {"files": {name: digest_file(path) for name, path in files.items()}}
 
 
+def _no_progress(share: float) -> None:
+    """Nobody is watching."""
+
+
 def split_digest(rows: list[Row]) -> str:
     """Of the content and order of a side; where a row came from (file and line) does not count."""
     return digest_json([[row.id, row.messages, row.tools, row.group, row.tags] for row in rows])
@@ -179,9 +190,9 @@ def _spec_digest(spec: DatasetSpec) -> str:
     return digest_json(spec.model_dump(mode="json"))
 
 
-def _code_digest() -> str:
+def _code_digest(package: Path = Path(__file__).parent) -> str:
     """Of the modules of this package that decide the rows, so that a changed reader never finds an old build."""
-    modules = sorted(Path(__file__).parent.glob("*.py"))
+    modules = sorted(package.glob("*.py"))
     return digest_json(
         [[path.name, digest_bytes(path.read_bytes())] for path in modules if path.name not in _DOWNSTREAM]
     )

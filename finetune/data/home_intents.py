@@ -19,7 +19,7 @@ from hassil.expression import Sentence
 from hassil.intents import IntentData, Intents, SlotList, TextSlotList
 from hassil.recognize import recognize_best
 
-from finetune.data.rows import Ledger, Row
+from finetune.data.rows import Ledger, Progress, Row
 from finetune.data.spec import HomeIntentsSource
 from finetune.data.template_walk import TemplateWalk, Utterance
 from finetune.digest import digest_bytes
@@ -113,7 +113,7 @@ def target_json(intent: str, slots: dict[str, Any]) -> str:
     return json.dumps(ordered, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def sample_rows(source: HomeIntentsSource, seed: int, ledger: Ledger) -> Iterator[Row]:
+def sample_rows(source: HomeIntentsSource, seed: int, ledger: Ledger, on_progress: Progress) -> Iterator[Row]:
     """Draw the rows, template by template.
 
     Each template has its own generator, seeded by `seed` and the template's id: adding a template, or asking for more
@@ -124,9 +124,10 @@ def sample_rows(source: HomeIntentsSource, seed: int, ledger: Ledger) -> Iterato
     per_intent: dict[str, int] = {}
     for template in templates:
         per_intent[template.intent] = per_intent.get(template.intent, 0) + 1
-    for template in templates:
+    for done, template in enumerate(templates, start=1):
         spread = math.ceil(source.min_rows_per_intent / per_intent[template.intent])
         yield from _sample_template(template, home, seed, max(source.rows_per_template, spread), ledger)
+        on_progress(done / len(templates))
 
 
 def _sample_template(template: Template, home: Home, seed: int, wanted: int, ledger: Ledger) -> Iterator[Row]:

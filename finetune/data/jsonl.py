@@ -98,7 +98,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         parsed = orjson.loads(raw)
         if _may_be_changed(raw, parsed):
             parsed = json.loads(raw, object_pairs_hook=_object_of_pairs)
-    except RecursionError:
+    except (RecursionError, orjson.JSONEncodeError):  # orjson writes fewer levels than it reads
         raise LineError("not valid JSON: nested too deeply") from None
     except LineError:
         raise

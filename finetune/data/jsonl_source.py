@@ -9,13 +9,14 @@ from typing import Any
 
 from finetune.data.jsonl import Line, LineError, parse_line, read_lines
 from finetune.data.normalise import READ_KEYS, Messages, messages_of, tools_of
-from finetune.data.rows import Ledger, Row
+from finetune.data.rows import Ledger, Progress, Row
 from finetune.data.spec import JsonlSource
 from finetune.data.split import normalised_opening
 from finetune.digest import canonical_json, digest_bytes, digest_json
 from finetune.errors import Fault, UserError
 
 _FAULTS_SHOWN = 5
+_ROWS_BETWEEN_REPORTS = 1000
 
 
 def source_paths(source: JsonlSource, spec_folder: Path) -> dict[str, Path]:
@@ -24,10 +25,18 @@ def source_paths(source: JsonlSource, spec_folder: Path) -> dict[str, Path]:
 
 
 def read_rows(
-    source: JsonlSource, spec_folder: Path, ledger: Ledger, ignored_keys: Counter[str]
+    source: JsonlSource,
+    spec_folder: Path,
+    ledger: Ledger,
+    ignored_keys: Counter[str],
+    on_progress: Progress,
 ) -> Iterator[Row]:
     """Every sound row of the files, in file order; `ignored_keys` counts the keys that were read past."""
-    for name, path in source_paths(source, spec_folder).items():
+    paths = source_paths(source, spec_folder)
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    total = sum(sizes.values()) or 1
+    done = 0
+    for name, path in paths.items():
         for line in read_lines(path):
             ledger.read += 1
             if isinstance(line, LineError):
@@ -44,7 +53,11 @@ def read_rows(
                     raw=line.raw.decode("utf-8", errors="backslashreplace"),
                 )
                 continue
+            if line.number % _ROWS_BETWEEN_REPORTS == 0:
+                on_progress(min(1.0, (done + min(line.byte, sizes[name])) / total))
             yield row
+        done += sizes[name]
+    on_progress(1.0)
 
 
 def _row(line: Line, name: str, source: JsonlSource, ignored_keys: Counter[str]) -> Row:
@@ -112,6 +125,6 @@ def check_reject_rate(source: JsonlSource, ledger: Ledger, where: str) -> None:
 
 
 def _remedy(faults: list[dict[str, Any]]) -> str:
-    if any(str(entry.get("raw", "")).strip() in ("[", "{") for entry in faults):
+    if faults[0].get("line") == 1 and str(faults[0].get("raw")).strip() in ("[", "{"):
         return "the file looks like one JSON document over many lines; write one object a line"
     return "mend the rows, or raise source.max_reject_rate to leave them out"

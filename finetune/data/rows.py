@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finetune.digest import digest_json
 from finetune.errors import UserError
 
+Progress = Callable[[float], None]  # told the share that is done, from 0 to 1
 Side = Literal["train", "validation", "test", "regressions"]
 SIDES: tuple[Side, ...] = ("train", "validation", "test", "regressions")
 # When two sides claim the same content, the side named first keeps it: evaluation wins over training.

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data.rows import SIDES, SIDES_BY_PRECEDENCE, Ledger, Row, Side
 from finetune.data.spec import SelectSection, SplitSection
-from finetune.digest import digest_bytes
+from finetune.digest import canonical_json, digest_bytes
 from finetune.errors import UserError
 
 _SPACES = re.compile(r"\s+")
@@ -115,7 +115,7 @@ def split_rows(rows: Iterable[Row], split: SplitSection, ledger: Ledger) -> dict
     assigned = assign_sides(strata, split)
     by_side: dict[Side, list[Row]] = {side: [] for side in SIDES}
     for group in sorted(by_group):
-        by_side[assigned[group]] += sorted(by_group[group], key=lambda row: row.id)
+        by_side[assigned[group]] += sorted(by_group[group], key=_content_order)
     seen: set[str] = set()
     owners: dict[str, Side] = {}
     for side in SIDES_BY_PRECEDENCE:
@@ -128,6 +128,11 @@ def _stratum(rows: list[Row], tag: str | None) -> str:
         return ""
     # A group may span values; the smallest name is a stable choice that does not depend on row order.
     return min(row.tags.get(tag, "") for row in rows)
+
+
+def _content_order(row: Row) -> tuple[str, str]:
+    """An order that does not depend on where the row stood: of two duplicates, the same one is always kept."""
+    return row.id, canonical_json(row.tags)
 
 
 def _is_new(

@@ -1,0 +1,215 @@
+"""`finetune data build | show | check`: make a dataset build, look at its tokens, prove that nothing leaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from finetune.cli.output import JsonFlag, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.text import Text
+
+    from finetune.data.build import DatasetBuild
+    from finetune.data.leaks import Leak
+    from finetune.data.rows import Progress, Row, Side
+    from finetune.data.tokenise import TokenisedRow, TrainOn
+
+app = typer.Typer(
+    name="data",
+    help="Build datasets, look into them, check them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_SPEC_HELP = "A dataset spec: a file, or a shipped name such as home_intents."
+_BUILD_HELP = "The folder of a dataset build; a spec or a shipped name is built first."
+BuildsOption = Annotated[
+    Path | None,
+    typer.Option("--builds", metavar="FOLDER", help="Where builds are kept (default: runs/data)."),
+]
+
+
+@app.command()
+def build(
+    spec: Annotated[str, typer.Argument(help=_SPEC_HELP)],
+    builds: BuildsOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Read, check and split the rows of a spec; the same inputs find the same build again."""
+    made = _build(spec, builds)
+    manifest = made.manifest
+    emit({"folder": str(made.folder), **manifest}, _describe(made), as_json=as_json)
+
+
+@app.command()
+def show(
+    source: Annotated[str, typer.Argument(metavar="BUILD", help=_BUILD_HELP)],
+    model: Annotated[
+        str, typer.Option("--model", help="The model whose tokenizer and chat template are used.")
+    ],
+    row: Annotated[int, typer.Option("--row", help="Number of the row in its split, from 0.")] = 0,
+    split: Annotated[str, typer.Option("--split", help="train, validation, test or regressions.")] = "train",
+    train_on: Annotated[
+        str, typer.Option("--train-on", help="Answers that carry loss: all or last.")
+    ] = "all",
+    builds: BuildsOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the tokens of one row, targets in colour, and the text of every trained span."""
+    from finetune.data.tokenise import tokenise_row
+    from finetune.errors import UserError
+    from finetune.model.load import load_tokenizer
+    from finetune.model.source import resolve_model
+
+    if train_on not in ("all", "last"):
+        raise UserError(f"--train-on is '{train_on}'", fix="use all or last")
+    rows = _open_or_build(source, builds).rows(cast("Side", split))
+    if not 0 <= row < len(rows):
+        raise UserError(
+            f"there is no row {row} in {split}, which has {len(rows)}", fix=f"--row 0 to {len(rows) - 1}"
+        )
+    tokenizer = load_tokenizer(resolve_model(model, weights=False, where="--model"))
+    tokenised = tokenise_row(rows[row], tokenizer, train_on=cast("TrainOn", train_on))
+    if as_json:
+        emit(_token_table(rows[row], tokenised, tokenizer), "", as_json=True)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _coloured(rows[row], tokenised, tokenizer):
+        console.print(line)
+
+
+@app.command()
+def check(
+    source: Annotated[str, typer.Argument(metavar="BUILD", help=_BUILD_HELP)],
+    builds: BuildsOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove that the files are those of the manifest and that no prompt and no group is on two sides; else exit 2."""
+    from finetune.data.build import split_digest
+    from finetune.data.leaks import find_leaks
+    from finetune.data.rows import SIDES
+    from finetune.errors import Fault, UserError
+
+    found = _open_or_build(source, builds)
+    leaks = find_leaks(found.by_side, found.manifest.get("unique_by"))
+    faults = [_leak_fault(leak, found.folder) for members in leaks.values() for leak in members]
+    for side in SIDES:
+        if split_digest(found.by_side[side]) != found.manifest["splits"][side]["digest"]:
+            faults.append(
+                Fault(
+                    f"the {side} rows are not those of the manifest: the file was changed after the build",
+                    str(found.folder / f"{side}.jsonl"),
+                    "",
+                    "delete the folder and build it again",
+                )
+            )
+    if faults:
+        raise UserError(faults)
+    counts = {kind: len(members) for kind, members in leaks.items()}
+    rows = {side: len(found.by_side[side]) for side in SIDES}
+    human = f"no leaks between {', '.join(f'{side} ({n})' for side, n in rows.items())}: " + ", ".join(
+        f"{kind} {n}" for kind, n in counts.items()
+    )
+    emit({"folder": str(found.folder), "rows": rows, "leaks": counts}, human, as_json=as_json)
+
+
+def _build(spec: str, builds: Path | None) -> DatasetBuild:
+    from finetune.data.build import build_dataset, default_builds_root
+    from finetune.paths import find_declarative
+
+    with _progress_bar() as on_progress:
+        return build_dataset(
+            find_declarative("data", spec), builds or default_builds_root(), on_progress=on_progress
+        )
+
+
+def _open_or_build(source: str, builds: Path | None) -> DatasetBuild:
+    from finetune.data.build import open_build
+
+    return open_build(Path(source)) if Path(source).is_dir() else _build(source, builds)
+
+
+def _progress_bar() -> Any:
+    """A context that yields a progress callback; the bar, with time left, is on standard error of a terminal."""
+    import contextlib
+
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    @contextlib.contextmanager
+    def showing() -> Iterator[Progress]:
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("reading rows", total=1.0)
+            yield lambda share: bar.update(task, completed=share)
+
+    return showing()
+
+
+def _describe(made: DatasetBuild) -> str:
+    manifest = made.manifest
+    ledger = manifest["ledger"]
+    dropped = "".join(f"\n    {reason}: {n}" for reason, n in ledger["dropped"].items())
+    sides = ", ".join(f"{side} {entry['rows']}" for side, entry in manifest["splits"].items())
+    leaks = ", ".join(f"{kind} {n}" for kind, n in manifest["leaks"].items())
+    ignored = ", ".join(f"{key} ({n})" for key, n in manifest["source"]["ignored_keys"].items())
+    return (
+        f"{made.folder}\n"
+        f"  rows read {ledger['read']} = kept {ledger['kept']} + dropped {sum(ledger['dropped'].values())} "
+        f"+ quarantined {ledger['quarantined']}{dropped}\n"
+        f"  {sides}\n"
+        f"  leaks between sides: {leaks}" + (f"\n  keys read past: {ignored}" if ignored else "")
+    )
+
+
+def _leak_fault(leak: Leak, folder: Path) -> Any:
+    from finetune.errors import Fault
+
+    return Fault(
+        f"{leak.kind} leak: {leak.first_side} row {leak.first_id} and {leak.second_side} row {leak.second_id} "
+        f"share {leak.key!r}",
+        str(folder),
+        "what is measured on one side was learnt on the other",
+        "build the dataset again from its spec",
+    )
+
+
+def _spans(tokenised: TokenisedRow, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(tokenised.input_ids[first:last]) for first, last in tokenised.spans()]
+
+
+def _token_table(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "row": row.id,
+        "tokens": [
+            {"id": token, "text": tokenizer.decode([token]), "target": label == token}
+            for token, label in zip(tokenised.input_ids, tokenised.labels, strict=True)
+        ],
+        "spans": _spans(tokenised, tokenizer),
+        "n_targets": tokenised.n_targets,
+    }
+
+
+def _coloured(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> Iterator[Text]:
+    """Text from rows and models is appended as it is, never read as markup."""
+    from rich.text import Text
+
+    yield Text(
+        f"row {row.id} ({row.source}): {len(tokenised.input_ids)} tokens, {tokenised.n_targets} targets"
+    )
+    line = Text()
+    for token, label in zip(tokenised.input_ids, tokenised.labels, strict=True):
+        text = tokenizer.decode([token])
+        line.append(
+            text.replace("\n", "⏎\n") or "∅", style="bold black on green" if label == token else "dim"
+        )
+        line.append("" if text.endswith("\n") else "|", style="dim")
+    yield line
+    for number, span in enumerate(_spans(tokenised, tokenizer)):
+        yield Text(f"trained span {number}: {span!r}")

@@ -1,0 +1,159 @@
+"""A build is found again by its inputs, appears whole or not at all, and its spec is a closed schema."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.data import build as build_module
+from finetune.data.build import (
+    LEDGER,
+    MANIFEST,
+    DatasetBuild,
+    build_dataset,
+    load_spec,
+    open_build,
+    split_digest,
+)
+from finetune.errors import UserError
+from finetune.paths import read_json, read_jsonl, shipped_names, shipped_root
+
+Build = Callable[..., DatasetBuild]
+ROWS = [{"prompt": f"p{n}", "completion": f"c{n}"} for n in range(30)]
+THREE_WAYS = {"shares": {"train": 0.6, "validation": 0.2, "test": 0.2}}
+
+
+def test_the_folder_holds_what_the_manifest_says(build: Build) -> None:
+    made = build([*ROWS, ROWS[0]], split=THREE_WAYS)
+    manifest = read_json(made.folder / MANIFEST)
+    assert manifest == made.manifest
+    assert made.folder.name == f"mine-{manifest['digest'][:8]}"
+    for side, entry in manifest["splits"].items():
+        rows = made.rows(side)
+        assert (len(rows), split_digest(rows)) == (entry["rows"], entry["digest"])
+    assert manifest["ledger"] == {"read": 31, "kept": 30, "dropped": {"duplicate": 1}, "quarantined": 0}
+    (entry,) = read_jsonl(made.folder / LEDGER)
+    assert (entry["reason"], entry["source"]) == ("duplicate", "rows.jsonl:31")
+    assert open_build(made.folder).by_side == made.by_side
+
+
+def test_the_same_inputs_find_the_same_build(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(ROWS)
+    monkeypatch.setattr(build_module, "_build_into", lambda *_: pytest.fail("built again"))
+    assert build(ROWS).folder == made.folder
+
+
+def test_changed_bytes_spec_or_code_make_a_new_build(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL06: the key covers the raw bytes (same size, same time stamp), the spec, and the code that reads them."""
+    first = build(ROWS)
+    changed = [dict(ROWS[0], completion="C0"), *ROWS[1:]]
+    path = first.folder.parent.parent / "rows.jsonl"
+    stamp = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"c0"', b'"C0"'))
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    second = build_dataset(path.with_name("mine.yaml"), first.folder.parent)
+    assert {row.answer for row in second.rows("train")} == {row["completion"] for row in changed}
+    third = build(ROWS, source={"system": "s"})
+    monkeypatch.setattr(build_module, "_code_digest", lambda: "other code")
+    fourth = build(ROWS)
+    assert len({made.digest for made in (first, second, third, fourth)}) == 4
+    assert fourth.manifest["splits"] == first.manifest["splits"]
+
+
+def test_the_code_digest_follows_the_readers_and_not_what_comes_after(tmp_path: Path) -> None:
+    package = tmp_path / "data"
+    shutil.copytree(Path(build_module.__file__).parent, package)
+    before = build_module._code_digest(package)
+    assert before == build_module._code_digest()
+    (package / "packing.py").write_text("# another way to pack\n")
+    assert build_module._code_digest(package) == before
+    (package / "normalise.py").write_text("# another way to read\n")
+    assert build_module._code_digest(package) != before
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_build_leaves_nothing(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "write_json", fail)  # the manifest is written last
+        with pytest.raises(type(fault)):
+            build(ROWS)
+    assert list((tmp_path / "builds").iterdir()) == []
+    assert len(build(ROWS).rows("train")) == 30
+
+
+def test_a_folder_left_by_a_killed_process_is_not_taken_for_a_build(build: Build) -> None:
+    made = build(ROWS)
+    (made.folder / MANIFEST).unlink()
+    (made.folder / "train.jsonl").write_text("")
+    assert len(build(ROWS).rows("train")) == 30
+    (made.folder / "test.jsonl").unlink()
+    assert build(ROWS).rows("test") == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_user_error(
+    write_spec: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        build_dataset(write_spec(ROWS), tmp_path / "file" / "builds")
+
+
+def test_paths_are_relative_to_the_spec(
+    write_spec: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(ROWS)
+    monkeypatch.chdir("/")
+    here = build_dataset(spec, tmp_path / "builds")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copy(tmp_path / "rows.jsonl", moved)
+    shutil.copy(spec, moved)
+    assert build_dataset(moved / spec.name, tmp_path / "builds").digest == here.digest
+
+
+def test_what_is_no_build_is_refused(tmp_path: Path, build: Build) -> None:
+    with pytest.raises(UserError, match="not a dataset build"):
+        open_build(tmp_path)
+    with pytest.raises(UserError, match="did you mean 'validation'"):
+        build(ROWS).rows("validaton")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"split": {"share": {}}}, "shares"),
+        ({"split": {"shares": {"train": 0.5, "test": 0.4}}}, "add up to 0.9"),
+        ({"split": {"shares": {"train": 0.0, "test": 1.0}}}, "train needs a share"),
+        ({"split": {"shares": {"trian": 1.0}}}, "trian"),
+        ({"source": {"kind": "jsonl"}}, "files"),
+        ({"source": {"kind": "csv", "files": ["x"]}}, "csv"),
+        ({"source": {"kind": "jsonl", "files": ["x"], "max_reject_rate": 2}}, "max_reject_rate"),
+        ({"sead": 3}, "seed"),
+    ],
+)
+def test_faults_of_a_spec_are_named_with_their_place(
+    tmp_path: Path, change: dict[str, object], expected: str
+) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(json.dumps({"name": "x", "source": {"kind": "jsonl", "files": ["x.jsonl"]}, **change}))
+    with pytest.raises(UserError) as caught:
+        load_spec(path)
+    assert expected in str(caught.value)
+    assert "s.yaml:1:" in str(caught.value)
+
+
+def test_every_shipped_spec_is_valid_and_named_like_its_file() -> None:
+    names = shipped_names("data")
+    assert "home_intents" in names
+    for name in names:
+        assert load_spec(shipped_root() / "data" / f"{name}.yaml").value.name == name
