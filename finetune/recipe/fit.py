@@ -55,7 +55,7 @@ class _Fitter:
         self.faults: list[PlacedFault] = []
 
     def _refuse(self, origin: Origin, what: str, *, why: str = "", fix: str = "") -> Refused:
-        self.faults.append((origin, Fault(" ".join(what.split()), str(origin), why, fix)))
+        self.faults.append((origin, Fault(what, str(origin), why, fix)))
         return REFUSED
 
     def section(self, node: Mapping, model: type[BaseModel], key: str) -> BaseModel | Refused:

@@ -24,11 +24,10 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Faul
     overrides: list[Override] = []
     faults: list[Fault] = []
     for argument in arguments:
-        one_line = " ".join(argument.split())
-        origin = Origin("set", f"--set {one_line}")
+        origin = Origin("set", " ".join(f"--set {argument}".split()))
         key, equals, text = argument.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
-            what = f"'{one_line}' is not of the form key=value"
+            what = f"'{argument}' is not of the form key=value"
             faults.append(Fault(what, str(origin), fix="write it like --set train.learning_rate=1e-4"))
             continue
         node, found = parse_yaml(text, lambda line, column, origin=origin: origin)  # type: ignore[misc]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping as MappingABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -74,7 +74,8 @@ def read_tree(path: Path) -> tuple[Mapping, list[Fault]]:
     elif node is not None and not blank:
         what = "the file must hold a mapping (`key: value` lines)"
         faults = [*faults, Fault(what, str(node.origin), fix="write `key: value` lines at the top level")]
-    raise UserError(faults)
+    raise_faults(faults, [])
+    raise AssertionError("a file without a mapping has a fault")
 
 
 def with_defaults(root: Mapping, defaults: MappingABC[str, Any]) -> Mapping:
@@ -86,8 +87,12 @@ def with_defaults(root: Mapping, defaults: MappingABC[str, Any]) -> Mapping:
 
 
 def raise_faults(faults: Sequence[Fault], placed: Sequence[PlacedFault]) -> None:
-    """Raise every fault once, those of the file in the order of its lines; return when there is none."""
+    """Raise every fault once, each `what` on one line, those of the file in its order; return when there is none."""
     ordered = sorted(placed, key=lambda pair: (pair[0].label, pair[0].line, pair[0].column))
-    unique = list(dict.fromkeys([*faults, *(fault for _, fault in ordered)]))
+    one_line = [
+        replace(fault, what=" ".join(fault.what.split()))
+        for fault in (*faults, *(fault for _, fault in ordered))
+    ]
+    unique = list(dict.fromkeys(one_line))
     if unique:
         raise UserError(unique)

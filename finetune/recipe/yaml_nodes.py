@@ -147,7 +147,7 @@ class _Builder:
         return self._mapping(node, origin, above)
 
     def _fault(self, what: str, origin: Origin, *, why: str = "", fix: str = "") -> None:
-        self.faults.append(Fault(" ".join(what.split()), str(origin), why, fix))
+        self.faults.append(Fault(what, str(origin), why, fix))
 
     def _scalar(self, node: Any, origin: Origin) -> Scalar:
         tag, text = str(node.tag).removeprefix(_TAG), self._text(node, origin)
