@@ -1,0 +1,218 @@
+"""Two arms of one suite, item by item: differences with intervals, the verdict, and checks that the fight was fair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ExitCode, Fault, UserError
+from finetune.evaluation.items import refuse_duplicates
+from finetune.evaluation.records import ArmSummary, Record, read_records, read_summary
+from finetune.evaluation.scoring import clusters_of, scores_of
+from finetune.evaluation.suite import Suite
+from finetune.stats import compare
+
+_SHOWN = 3
+_CUT_SHARE_WORTH_A_NOTE = 0.1
+
+
+def pair_records(
+    baseline: Sequence[Record], arm: Sequence[Record], *, inner: bool = False
+) -> tuple[list[Record], list[Record]]:
+    """The records of both arms in one order, joined by item.
+
+    Raises UserError when an item is repeated or, unless `inner`, when an item has an answer on one side only.
+    """
+    for records, side in ((baseline, "the baseline"), (arm, "the arm")):
+        refuse_duplicates([record["item"] for record in records], side)
+    left = {record["item"]: record for record in baseline}
+    right = {record["item"]: record for record in arm}
+    only_left = [item for item in left if item not in right]
+    only_right = [item for item in right if item not in left]
+    if (only_left or only_right) and not inner:
+        raise UserError(
+            f"the arms do not answer the same items: {len(only_left)} only in the baseline{_examples(only_left)}, "
+            f"{len(only_right)} only in the arm{_examples(only_right)}",
+            why="a paired comparison needs both answers to every item",
+            fix="evaluate both arms on the same suite and items, or compare what they share with --inner",
+        )
+    shared = [item for item in left if item in right]
+    return [left[item] for item in shared], [right[item] for item in shared]
+
+
+def compare_records(
+    suite: Suite,
+    baseline: Sequence[Record],
+    arm: Sequence[Record],
+    *,
+    inner: bool = False,
+    metrics: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Every metric of the suite compared, in the format of `eval/comparison.json`; the primary metric decides.
+
+    The margin guards the primary metric. With no items nothing can be shown: differences are null, the verdict is
+    `inconclusive`, and no gate passes.
+    """
+    left, right = pair_records(baseline, arm, inner=inner)
+    names = list(metrics) if metrics is not None else suite.metrics
+    comparisons = [_compare_metric(suite, metric, left, right) for metric in names]
+    decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)
+    return {
+        "suite": suite.name,
+        "role": suite.role,
+        "primary_metric": suite.primary_metric,
+        "against": baseline[0]["arm"] if baseline else None,
+        "verdict": decisive["verdict"],
+        "exit_code": decisive.pop("exit_code"),
+        "comparisons": [
+            {key: value for key, value in one.items() if key != "exit_code"} for one in comparisons
+        ],
+    }
+
+
+def compare_folders(
+    suite: Suite, baseline_folder: Path, baseline_arm: str, arm_folder: Path, arm: str = "tuned"
+) -> dict[str, Any]:
+    """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs and notes."""
+    summaries = read_summary(baseline_folder, baseline_arm), read_summary(arm_folder, arm)
+    refuse_unfair(suite, *summaries)
+    records = read_records(baseline_folder, baseline_arm), read_records(arm_folder, arm)
+    result = compare_records(suite, *records)
+    result["cost"] = _cost(*summaries)
+    result["notes"] = _notes(*summaries)
+    result["adapter_sha256"] = summaries[1].adapter_sha256
+    return result
+
+
+def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary) -> None:
+    """All that must be the same on both sides, or a UserError with every difference."""
+    faults = [
+        Fault(
+            f"{what} differs: {getattr(baseline, name)[:12]} in {baseline.arm}, {getattr(arm, name)[:12]} in {arm.arm}",
+            where=f"suite {suite.name}",
+            why="the arms were not asked the same thing, so their difference would mean nothing",
+            fix="evaluate both arms again with the same suite, items and tokenizer",
+        )
+        for name, what in (
+            ("suite_digest", "the suite"),
+            ("items_digest", "the set of items"),
+            ("template_sha256", "the chat template"),
+        )
+        if getattr(baseline, name) != getattr(arm, name)
+    ]
+    if baseline.suite_digest == arm.suite_digest != suite.digest:
+        faults.append(
+            Fault(
+                f"suite {suite.name} has changed since both arms ran: {arm.suite_digest[:12]} then, "
+                f"{suite.digest[:12]} now",
+                where=str(suite.path),
+                fix="evaluate both arms again, or score the saved answers again: finetune eval score RUN",
+            )
+        )
+    if faults:
+        raise UserError(faults)
+
+
+def combine(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One `comparison.json` of several suites. The first decides, unless a guarding suite (role regression or
+    forgetting) regressed: a gain bought with such a loss is `regressed`."""
+    first = dict(results[0])
+    first["comparisons"] = [one for result in results for one in result["comparisons"]]
+    for result in results[1:]:
+        if result["role"] != "task" and result["verdict"] == "regressed":
+            first["verdict"], first["exit_code"] = "regressed", int(ExitCode.REGRESSED)
+    return first
+
+
+def _compare_metric(
+    suite: Suite, metric: str, left: Sequence[Record], right: Sequence[Record]
+) -> dict[str, Any]:
+    head = {
+        "suite": suite.name,
+        "metric": metric,
+        "baseline": left[0]["arm"] if left else None,
+        "arm": right[0]["arm"] if right else None,
+    }
+    if not left:
+        return head | _nothing_compared(suite)
+    result = compare(
+        scores_of(left, metric),
+        scores_of(right, metric),
+        clusters=clusters_of(left),
+        margin=suite.margin,
+        confidence=suite.confidence,
+    )
+    return head | result.to_dict() | {"limits": result.limits(), "exit_code": int(result.exit_code)}
+
+
+def _nothing_compared(suite: Suite) -> dict[str, Any]:
+    """n = 0: null, never 0.0, and never a pass."""
+    empty = dict.fromkeys(
+        (
+            "difference",
+            "low",
+            "high",
+            "mean_a",
+            "mean_b",
+            "p_value",
+            "fixed",
+            "broken",
+            "both_right",
+            "both_wrong",
+        )
+    )
+    return {
+        **empty,
+        "n": 0,
+        "clusters": 0,
+        "confidence": suite.confidence,
+        "margin": suite.margin,
+        "test": "none",
+        "reason": "no items",
+        "verdict": "inconclusive",
+        "noninferiority": "inconclusive",
+        "exit_code": int(ExitCode.INCONCLUSIVE),
+    }
+
+
+def _cost(baseline: ArmSummary, arm: ArmSummary) -> dict[str, Any]:
+    """What an answer costs in either arm, and the ratios arm / baseline over the same items."""
+    sides = {
+        name: {
+            "output_tokens_per_item": summary.output_tokens / summary.n,
+            "prompt_tokens_per_item": summary.prompt_tokens / summary.n,
+            "seconds_per_item": summary.seconds / summary.n,
+            "output_tokens_per_second": summary.output_tokens / summary.seconds if summary.seconds else None,
+            "latency_seconds": summary.latency_seconds,
+        }
+        for name, summary in (("baseline", baseline), ("arm", arm))
+    }
+    ratios = {
+        "output_tokens": _ratio(arm.output_tokens, baseline.output_tokens),
+        "prompt_tokens": _ratio(arm.prompt_tokens, baseline.prompt_tokens),
+        "seconds": _ratio(arm.seconds, baseline.seconds),
+    }
+    return {**sides, "ratios": ratios}
+
+
+def _ratio(value: float, base: float) -> float | None:
+    return value / base if base else None
+
+
+def _notes(*summaries: ArmSummary) -> list[str]:
+    """Remarks on fairness that are no errors."""
+    notes = []
+    for summary in summaries:
+        cut = summary.finish_reasons.get("length", 0) / summary.n
+        if cut > _CUT_SHARE_WORTH_A_NOTE:
+            notes.append(f"{cut:.0%} of the answers of {summary.arm} were cut at the token limit")
+    if summaries[0].batch_size != summaries[1].batch_size:
+        notes.append("the arms ran with different batch sizes: their latencies are not comparable")
+    return notes
+
+
+def _examples(items: Sequence[str]) -> str:
+    if not items:
+        return ""
+    return f" ({', '.join(items[:_SHOWN])}{', …' if len(items) > _SHOWN else ''})"

@@ -1,0 +1,90 @@
+"""Items: what a suite asks, and the reference that answers are scored against."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.rows import Row
+from finetune.digest import digest_json
+from finetune.errors import UserError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question. `messages` end before the answer; `cluster` names what items share, e.g. a template."""
+
+    id: str
+    messages: tuple[Message, ...]
+    reference: str
+    cluster: str
+    source: str = ""
+    tags: dict[str, str] = field(default_factory=dict)
+    tools: tuple[Any, ...] = ()
+    check: dict[str, Any] | None = None  # what a checking scorer asks of this item's answer
+
+    @property
+    def content_hash(self) -> str:
+        """Identity of what is asked: the messages without the system turn, whatever the id."""
+        return digest_json([message for message in self.messages if message["role"] != "system"])
+
+
+def item_from_row(row: Row, *, cluster_key: str | None = "group") -> Item:
+    """A row as an item: everything before the last assistant turn is asked, that turn is the reference.
+
+    cluster_key: `group`, the name of a tag, or None when items are independent (each is its own cluster).
+    """
+    return Item(
+        id=row.id,
+        messages=tuple(row.prompt),
+        reference=row.answer,
+        cluster=_cluster(row, cluster_key),
+        source=row.source,
+        tags=row.tags,
+        tools=tuple(row.tools),
+    )
+
+
+def items_from_rows(rows: Iterable[Row], *, cluster_key: str | None = "group") -> list[Item]:
+    """Rows as items, in order. Raises UserError on two items of one id."""
+    items = [item_from_row(row, cluster_key=cluster_key) for row in rows]
+    refuse_duplicates([item.id for item in items], "the items of the suite")
+    return items
+
+
+def refuse_duplicates(ids: Sequence[str], where: str) -> None:
+    """Two answers to one item cannot be paired: a user error that names the first repeated ids."""
+    repeated = [item for item, count in Counter(ids).items() if count > 1]
+    if repeated:
+        raise UserError(
+            f"{len(repeated)} item ids occur more than once, e.g. '{repeated[0]}'",
+            where=where,
+            why="answers are paired by item id",
+            fix="give every item an id of its own",
+        )
+
+
+def items_digest(items: Sequence[Item]) -> str:
+    """SHA-256 over ids, questions and references in order: equal digests ask the same thing."""
+    return digest_json(
+        [
+            [item.id, list(item.messages), list(item.tools), item.reference, item.check, item.cluster]
+            for item in items
+        ]
+    )
+
+
+def _cluster(row: Row, key: str | None) -> str:
+    if key is None:
+        return row.id
+    if key == "group":
+        return row.group
+    if key not in row.tags:
+        raise UserError(
+            f"row {row.id} has no tag '{key}' to cluster by", fix="name `group` or a tag of every row"
+        )
+    return row.tags[key]

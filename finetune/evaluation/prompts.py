@@ -1,0 +1,143 @@
+"""What each arm is shown: the item as the tuned model was trained to see it, or told and shown for the untuned one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.data.rows import Row
+from finetune.data.tokenise import prompt_ids
+from finetune.errors import Fault, UserError
+from finetune.evaluation.items import Item, Message, item_from_row
+from finetune.evaluation.suite import FewShotSection, Suite
+
+Arm = Literal["zero_shot", "few_shot", "tuned"]
+ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "tuned")
+_FAULTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The rendered text and its token ids, up to where the answer begins."""
+
+    text: str
+    ids: list[int]
+
+
+def build_prompts(
+    suite: Suite,
+    items: Sequence[Item],
+    tokenizer: Any,
+    *,
+    arm: Arm,
+    few_shot: Sequence[Row] | None = None,
+    context_tokens: int | None = None,
+) -> list[Prompt]:
+    """One prompt per item, through the same template and tokenizer calls as a training row.
+
+    few_shot: rows that the few-shot arm may draw examples from. context_tokens: the model's context; a prompt whose
+    longest answer would not fit is a UserError that names the items.
+    """
+    shown = few_shot_examples(suite.few_shot, few_shot or [], items) if arm == "few_shot" else []
+    prompts = []
+    for item in items:
+        ids, text = prompt_ids(arm_messages(suite, item, arm, shown), tokenizer, tools=item.tools)
+        prompts.append(Prompt(text, list(ids)))
+    if context_tokens is not None:
+        _refuse_too_long(suite, items, prompts, context_tokens, arm)
+    return prompts
+
+
+def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ()) -> list[Message]:
+    """The conversation that an arm is given for an item, without the answer.
+
+    The tuned arm gets the item as it is. The untuned arms get the suite's system message in place of the item's own,
+    and the few-shot arm the examples as earlier turns.
+    """
+    if arm == "tuned":
+        return list(item.messages)
+    system = suite.zero_shot.system
+    if arm == "few_shot" and suite.few_shot is not None and suite.few_shot.system is not None:
+        system = suite.few_shot.system
+    own = [message for message in item.messages if message["role"] != "system"]
+    if system is not None:
+        head: list[Message] = [{"role": "system", "content": system}]
+    else:
+        head = [message for message in item.messages if message["role"] == "system"]
+    turns: list[Message] = []
+    for example in shown:
+        turns += [message for message in example.messages if message["role"] != "system"]
+        turns.append({"role": "assistant", "content": example.reference})
+    return head + turns + own
+
+
+def few_shot_examples(
+    section: FewShotSection | None, rows: Sequence[Row], items: Sequence[Item]
+) -> list[Item]:
+    """The k examples of the few-shot arm, the same for every item, never an item itself (by content).
+
+    Drawn with the suite's seed, one per group at most while groups last; with `spread_by`, the values of that tag
+    take turns, so that k examples show k different ones. Raises UserError when there are fewer than k candidates.
+    """
+    if section is None:
+        raise UserError(
+            "the suite has no few_shot section", fix="add `few_shot:` to the suite, or leave the arm out"
+        )
+    asked = {item.content_hash for item in items}
+    by_content = {item.content_hash: item for item in map(item_from_row, rows)}
+    candidates = [
+        by_content[key] for key in sorted(by_content) if key not in asked
+    ]  # whatever the file's order
+    if len(candidates) < section.k:
+        raise UserError(
+            f"{section.k} few-shot examples are asked for, {len(candidates)} rows can be shown",
+            why=f"rows of the {section.split} split, without those that are asked themselves",
+            fix="lower few_shot.k or give more rows",
+        )
+    generator = random.Random(section.seed)
+    generator.shuffle(candidates)
+    chosen: list[Item] = []
+    while len(chosen) < section.k:
+        left = [item for item in candidates if item not in chosen]
+        chosen += _one_of_each(left, section.spread_by, {item.cluster for item in chosen})[
+            : section.k - len(chosen)
+        ]
+    return chosen
+
+
+def _one_of_each(candidates: Sequence[Item], tag: str | None, used_groups: Collection[str]) -> list[Item]:
+    """The first candidate of each value of `tag` (of each group without a tag), unused groups preferred."""
+    first: dict[str, Item] = {}
+    for item in sorted(candidates, key=lambda item: item.cluster in used_groups):
+        value = item.cluster if tag is None else item.tags.get(tag)
+        if value is None:
+            raise UserError(
+                f"row {item.id} has no tag '{tag}'", where="few_shot.spread_by", fix="name a tag of every row"
+            )
+        first.setdefault(value, item)
+    return list(first.values())
+
+
+def _refuse_too_long(
+    suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], context_tokens: int, arm: Arm
+) -> None:
+    room = context_tokens - suite.decoding.max_new_tokens
+    long = [
+        (item, len(prompt.ids)) for item, prompt in zip(items, prompts, strict=True) if len(prompt.ids) > room
+    ]
+    if not long:
+        return
+    faults = [
+        Fault(
+            f"the prompt has {tokens} tokens; {room} fit",
+            where=f"suite {suite.name}, arm {arm}, item {item.id}",
+            why=f"the context is {context_tokens} tokens and {suite.decoding.max_new_tokens} are kept for the answer",
+            fix="show fewer examples, shorten the item, or lower decoding.max_new_tokens",
+        )
+        for item, tokens in long[:_FAULTS_SHOWN]
+    ]
+    if len(long) > _FAULTS_SHOWN:
+        faults.append(Fault(f"{len(long) - _FAULTS_SHOWN} more items are too long"))
+    raise UserError(faults)

@@ -1,0 +1,102 @@
+"""From saved answers to scores and means: pure, so that a suite can be scored again without generating again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from finetune.errors import Fault, UserError
+from finetune.evaluation.items import Item
+from finetune.evaluation.records import Record
+from finetune.evaluation.suite import Suite
+from finetune.stats import mean_interval
+
+_FAULTS_SHOWN = 5
+
+
+def check_references(suite: Suite, items: Sequence[Item]) -> None:
+    """Refuse items whose reference cannot be scored, before anything is generated; names them all at once."""
+    faults = []
+    for item in items:
+        try:
+            score_answer(suite, item.reference, item.reference)
+        except (ValueError, UserError) as error:
+            faults.append(
+                Fault(str(error), where=f"suite {suite.name}, item {item.id}", fix="mend the reference")
+            )
+    if len(faults) > _FAULTS_SHOWN:
+        faults = [
+            *faults[:_FAULTS_SHOWN],
+            Fault(f"{len(faults) - _FAULTS_SHOWN} more items cannot be scored"),
+        ]
+    if faults:
+        raise UserError(faults)
+
+
+def score_answer(suite: Suite, output: str, reference: str) -> dict[str, float]:
+    """Every metric of the suite for one answer. A score that is no finite number is an error, never a zero."""
+    scores = {}
+    for metric, score in suite.score_functions().items():
+        value = float(score(output, reference))
+        if not math.isfinite(value):
+            raise UserError(
+                f"metric '{metric}' gave {value}", where=f"suite {suite.name}", fix="mend the scorer"
+            )
+        scores[metric] = value
+    return scores
+
+
+def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
+    """The records with the suite's scores in place of whatever scores they had."""
+    return [
+        {**record, "scores": score_answer(suite, record["output"], record["reference"])} for record in records
+    ]
+
+
+def summarise(
+    records: Sequence[Record], metrics: Sequence[str], *, confidence: float = 0.95
+) -> dict[str, dict[str, Any]]:
+    """Metric -> mean with interval, clustered where records share a cluster. No records: null with n = 0."""
+    return {metric: _mean(records, metric, confidence) for metric in metrics}
+
+
+def scores_of(records: Sequence[Record], metric: str) -> list[float]:
+    """One score a record. A record without this metric is a user error that names the item."""
+    values = []
+    for record in records:
+        value = record["scores"].get(metric)
+        if value is None:
+            raise UserError(
+                f"item '{record['item']}' has no score '{metric}'",
+                where=f"arm {record['arm']}",
+                fix="score the saved answers again: finetune eval score RUN",
+            )
+        values.append(float(value))
+    return values
+
+
+def clusters_of(records: Sequence[Record]) -> list[Hashable]:
+    return [record["cluster"] for record in records]
+
+
+def slices(
+    records: Sequence[Record],
+    bucket_of: Callable[[Record], str],
+    metric: str,
+    *,
+    buckets: Sequence[str] | None = None,
+    confidence: float = 0.95,
+) -> Mapping[str, dict[str, Any]]:
+    """Bucket -> mean of one metric with interval. Named `buckets` without a record stay, as null with n = 0."""
+    found: dict[str, list[Record]] = {bucket: [] for bucket in buckets or []}
+    for record in records:
+        found.setdefault(bucket_of(record), []).append(record)
+    return {bucket: _mean(members, metric, confidence) for bucket, members in found.items()}
+
+
+def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str, Any]:
+    if not records:
+        return {"mean": None, "low": None, "high": None, "n": 0, "method": "no items"}
+    interval = mean_interval(scores_of(records, metric), clusters=clusters_of(records), confidence=confidence)
+    return interval.to_dict()

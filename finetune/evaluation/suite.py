@@ -1,0 +1,155 @@
+"""The suite: one frozen, closed schema that fixes what is asked, how answers are made and how they are scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from finetune.digest import digest_file, digest_json
+from finetune.errors import UserError, did_you_mean
+from finetune.evaluation.scorers.registry import Score, find_scorer, make_scorer
+from finetune.paths import find_declarative
+from finetune.recipe.schema import Count, Section, Share
+from finetune.recipe.yaml_loader import load_typed
+
+Split = Literal["train", "validation", "test", "regressions"]
+
+
+class ItemsSection(Section):
+    """Where the items come from: a split of a dataset, or a JSONL file of rows."""
+
+    spec: str | None = Field(None, description="Dataset spec: a name under data/ or a path.")
+    split: Split = Field("test", description="Split of the dataset that is asked.")
+    jsonl: str | None = Field(None, description="JSONL of rows (`messages`), relative to the suite.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ItemsSection:
+        if (self.spec is None) == (self.jsonl is None):
+            raise ValueError("give either spec (with split) or jsonl")
+        return self
+
+
+class ZeroShotSection(Section):
+    """The untuned model, told what to do."""
+
+    system: str | None = Field(None, description="System message; none: the item's own messages as they are.")
+
+
+class FewShotSection(Section):
+    """The untuned model, told and shown: the honest opponent of a tuned one."""
+
+    k: Count = Field(8, description="Examples shown, as turns before the question.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Seed of the draw.")
+    system: str | None = Field(None, description="System message; none: that of zero_shot.")
+    split: Split = Field("train", description="Split that the examples are drawn from.")
+    spread_by: str | None = Field(None, description="Tag whose values the examples spread over, e.g. intent.")
+
+
+class DecodingSection(Section):
+    """Greedy decoding: the most likely token each time."""
+
+    max_new_tokens: Count = Field(128, description="Longest answer; a longer one ends with `length`.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Texts that end the answer and are cut off; end of turn always does.",
+    )
+
+
+class ScorerSection(Section):
+    """One metric."""
+
+    scorer: str = Field(description="Name of a scorer.")
+    metric: str | None = Field(None, description="Name of the metric; none: the scorer's.")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="The scorer's parameters.")
+
+    @property
+    def name(self) -> str:
+        return self.metric or self.scorer
+
+
+class Suite(Section):
+    """A fixed set of items with scorers. Load with `load_suite`."""
+
+    suite: Literal[1] = Field(1, description="Version of this schema.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(description="Name.")
+    version: Count = Field(1, description="Raise it when the meaning of the suite changes.")
+    description: str = Field("", description="One sentence for the report.")
+    role: Literal["task", "regression", "forgetting"] = Field(
+        "task", description="`task` should improve; the other two must not get worse than `margin`."
+    )
+    items: ItemsSection
+    zero_shot: ZeroShotSection = Field(default_factory=ZeroShotSection)
+    few_shot: FewShotSection | None = Field(None, description="None: the suite has no few-shot arm.")
+    decoding: DecodingSection = Field(default_factory=DecodingSection)
+    scorers: Annotated[list[str | ScorerSection], Field(min_length=1)] = Field(
+        description="Metrics: a scorer's name, or a mapping with its parameters."
+    )
+    primary_metric: str = Field(description="The metric that decides the verdict.")
+    cluster: str | None = Field(
+        "group", description="What related items share: `group`, a tag, or none for independent items."
+    )
+    margin: Share = Field(0.02, description="A loss up to this size does not count as a regression.")
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(0.95, description="Level of every interval.")
+    _path: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _metrics_fit(self) -> Suite:
+        names = self.metrics
+        if len(set(names)) != len(names):
+            raise ValueError(f"scorers: two metrics of one name among {', '.join(names)}; set `metric`")
+        if self.primary_metric not in names:
+            raise ValueError(
+                f"primary_metric: no scorer gives '{self.primary_metric}'; {did_you_mean(self.primary_metric, names)}"
+            )
+        return self
+
+    @property
+    def scoring(self) -> list[ScorerSection]:
+        """`scorers` with a bare name written out."""
+        return [ScorerSection(scorer=one) if isinstance(one, str) else one for one in self.scorers]
+
+    @property
+    def metrics(self) -> list[str]:
+        return [scorer.name for scorer in self.scoring]
+
+    @property
+    def path(self) -> Path:
+        """The file that the suite was loaded from."""
+        return self._path
+
+    @property
+    def items_file(self) -> Path | None:
+        """The JSONL of items, when they are a file."""
+        return self._path.parent / self.items.jsonl if self.items.jsonl is not None else None
+
+    def score_functions(self) -> dict[str, Score]:
+        """Metric name -> function (output, reference) -> score."""
+        return {
+            one.name: make_scorer(one.scorer, one.parameters, where=f"{self._path}: scorers")
+            for one in self.scoring
+        }
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the suite means: every key but the description, the items file, and the scorers' code.
+
+        Items that come from a dataset build are not in it; `items_digest` pins those, beside it in every summary.
+        """
+        definition = self.model_dump(mode="json", exclude={"description"})
+        definition["code"] = {one.scorer: find_scorer(one.scorer).code_digest for one in self.scoring}
+        if self.items_file is not None:
+            definition["items_file"] = digest_file(self.items_file)
+        return digest_json(definition)
+
+
+def load_suite(name: str | Path, *, relative_to: Path | None = None, where: str = "") -> Suite:
+    """Read a suite by path or shipped name. Raises UserError with file, line and column for every fault at once."""
+    path = find_declarative("eval", str(name), relative_to=relative_to, where=where)
+    suite = load_typed(path, Suite).value
+    suite._path = path
+    if suite.items_file is not None and not suite.items_file.is_file():
+        raise UserError(f"no items file {suite.items_file}", where=str(path), fix="mend items.jsonl")
+    suite.score_functions()  # unknown scorers and parameters are faults of the file, found before anything runs
+    return suite

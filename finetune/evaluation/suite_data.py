@@ -1,0 +1,106 @@
+"""The items of a suite and the rows that its few-shot arm may show, from a dataset build or a JSONL file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.data.build import DatasetBuild, build_dataset
+from finetune.data.rows import Row
+from finetune.errors import Fault, UserError
+from finetune.evaluation.items import Item, items_from_rows, refuse_duplicates
+from finetune.evaluation.suite import Suite
+from finetune.paths import find_declarative, read_jsonl
+
+_KEYS = frozenset({"id", "messages", "reference", "cluster", "tags", "source", "check"})
+_REQUIRED = ("id", "messages", "reference")
+
+
+@dataclass(frozen=True)
+class SuiteData:
+    """Items in the order in which they are asked; `few_shot` rows are candidates, not yet the examples."""
+
+    items: list[Item]
+    few_shot: list[Row]
+    build: DatasetBuild | None = None
+
+
+def load_suite_data(suite: Suite, builds_root: Path, *, max_items: int | None = None) -> SuiteData:
+    """Read a suite's items; a dataset is built under `builds_root`, or found there when it is complete.
+
+    max_items: only the first ones, for a smoke run. Raises UserError for an empty suite and for every faulty line of a
+    JSONL file at once.
+    """
+    build: DatasetBuild | None = None
+    few_shot: list[Row] = []
+    if suite.items_file is not None:
+        items = read_items(suite.items_file)
+    else:
+        assert suite.items.spec is not None
+        spec = find_declarative(
+            "data", suite.items.spec, relative_to=suite.path.parent, where=str(suite.path)
+        )
+        build = build_dataset(spec, builds_root)
+        items = items_from_rows(build.rows(suite.items.split), cluster_key=suite.cluster)
+        few_shot = build.rows(suite.few_shot.split) if suite.few_shot is not None else []
+    if not items:
+        raise UserError(
+            "the suite has no items",
+            where=str(suite.path),
+            why=f"nothing is in {suite.items_file or f'split {suite.items.split} of {suite.items.spec}'}",
+            fix="name another split or file under items:",
+        )
+    return SuiteData(items[:max_items], few_shot, build)
+
+
+def read_items(path: Path) -> list[Item]:
+    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "check"."""
+    items: list[Item] = []
+    faults: list[Fault] = []
+    for number, line in enumerate(read_jsonl(path), start=1):
+        problem = _problem(line)
+        if problem:
+            faults.append(Fault(problem, where=f"{path}: item number {number}"))
+            continue
+        items.append(
+            Item(
+                id=str(line["id"]),
+                messages=tuple(line["messages"]),
+                reference=line["reference"],
+                cluster=str(line.get("cluster", line["id"])),
+                source=str(line.get("source", path.stem)),
+                tags=dict(line.get("tags", {})),
+                check=line.get("check"),
+            )
+        )
+    if faults:
+        raise UserError(faults)
+    refuse_duplicates([item.id for item in items], str(path))
+    return items
+
+
+def _problem(line: Any) -> str:
+    """What is wrong with one line; empty when nothing is."""
+    if not isinstance(line, dict):
+        return "the line is not a JSON object"
+    missing = [key for key in _REQUIRED if key not in line]
+    unknown = sorted(set(line) - _KEYS)
+    if missing:
+        return f"no '{missing[0]}'"
+    if unknown:
+        return f"unknown key '{unknown[0]}'"
+    if not isinstance(line["reference"], str):
+        return "'reference' is not text"
+    messages = line["messages"]
+    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+        return "'messages' must be a list of {role, content}"
+    return "'messages' must end before the answer" if messages[-1]["role"] == "assistant" else ""
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )

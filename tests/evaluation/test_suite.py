@@ -1,0 +1,153 @@
+"""Suites are closed, hashed, and loadable without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.suite_data import load_suite_data, read_items
+from finetune.paths import shipped_names
+
+
+def _changed(suite: Suite, old: str, new: str) -> Path:
+    text = suite.path.read_text()
+    assert old in text
+    suite.path.write_text(text.replace(old, new))
+    return suite.path
+
+
+@pytest.mark.parametrize("name", shipped_names("eval"))
+def test_every_shipped_suite_loads(name: str) -> None:
+    suite = load_suite(name)
+    assert suite.name == name
+    assert len(suite.digest) == 64
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("decoding:", "decodin:", "did you mean 'decoding'"),
+        ("max_new_tokens", "max_tokens", "unknown key 'decoding.max_tokens'"),
+        ("primary_metric: exact_match", "primary_metric: exact", "no scorer gives 'exact'"),
+        ("slot_f1]", "slot_f2]", "did you mean 'slot_f1'"),
+        ("slot_f1]", "exact_match]", "two metrics of one name"),
+        ("slot_f1]", "{scorer: slot_f1, parameters: {x: 1}}]", "takes no parameters"),
+        ("{jsonl: items.jsonl}", "{jsonl: gone.jsonl}", "no items file"),
+        ("{jsonl: items.jsonl}", "{split: test}", "either spec (with split) or jsonl"),
+        ("margin: 0.02", "margin: 2", "margin"),
+    ],
+)
+def test_faults_are_named(suite: Suite, old: str, new: str, message: str) -> None:
+    path = _changed(suite, old, new)
+    with pytest.raises(UserError) as caught:
+        load_suite(path)
+    assert message in str(caught.value)
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("max_new_tokens: 12", "max_new_tokens: 13"),
+        ("Answer with JSON.", "Answer."),
+        ("slot_f1]", "{scorer: slot_f1, metric: f1}]"),
+        ("k: 2", "k: 3"),
+        ("margin: 0.02", "margin: 0.03"),
+    ],
+)
+def test_the_digest_changes_with_the_meaning(suite: Suite, old: str, new: str) -> None:
+    assert load_suite(_changed(suite, old, new)).digest != suite.digest
+
+
+def test_the_digest_ignores_comments_and_description(suite: Suite) -> None:
+    before = suite.digest
+    suite.path.write_text("# remark\ndescription: new words\n" + suite.path.read_text())
+    assert load_suite(suite.path).digest == before
+
+
+def test_the_digest_changes_with_the_items_file(suite: Suite) -> None:
+    before = suite.digest
+    assert suite.items_file is not None
+    suite.items_file.write_text(suite.items_file.read_text().replace('"q"', '"r"'))
+    assert suite.digest != before
+
+
+def test_the_digest_changes_with_the_scorers_code(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from finetune.evaluation.scorers import json_object
+
+    before = suite.digest
+    edited = tmp_path / "json_object.py"
+    edited.write_text(Path(str(json_object.__file__)).read_text() + "\n# changed\n")
+    monkeypatch.setattr(json_object, "__file__", str(edited))
+    assert suite.digest != before
+
+
+def test_loading_a_suite_leaves_torch_out() -> None:
+    code = (
+        "import sys; from finetune.evaluation.suite import load_suite; load_suite('home_intents').digest; "
+        "sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_items_from_a_file_keep_their_order_and_tags(suite: Suite) -> None:
+    assert suite.items_file is not None
+    lines = [
+        {
+            "id": f"i{n}",
+            "messages": [{"role": "user", "content": f"q{n}"}],
+            "reference": "{}",
+            "tags": {"kind": "a"},
+        }
+        for n in range(4)
+    ]
+    suite.items_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    items = load_suite_data(suite, Path("unused"), max_items=3).items
+    assert [item.id for item in items] == ["i0", "i1", "i2"]
+    assert items[0].tags == {"kind": "a"}
+    assert items[0].cluster == "i0"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"id": "a", "messages": [{"role": "user", "content": "q"}]}, "no 'reference'"),
+        ({"id": "a", "messages": [], "reference": "x"}, "must be a list of"),
+        ({"id": "a", "messages": [{"role": "user", "content": 3}], "reference": "x"}, "must be a list of"),
+        ({"id": "a", "messages": [{"role": "user", "content": "q"}], "reference": 3}, "is not text"),
+        (
+            {"id": "a", "messages": [{"role": "user", "content": "q"}], "reference": "x", "refrence": 1},
+            "unknown key",
+        ),
+        (
+            {"id": "a", "messages": [{"role": "assistant", "content": "q"}], "reference": "x"},
+            "must end before the answer",
+        ),
+        ([1], "not a JSON object"),
+    ],
+)
+def test_faulty_items_are_named_by_number(tmp_path: Path, line: object, message: str) -> None:
+    good = {"id": "b", "messages": [{"role": "user", "content": "q"}], "reference": "x"}
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=message) as caught:
+        read_items(path)
+    assert "item number 2" in str(caught.value)
+
+
+def test_repeated_ids_and_empty_files_are_refused(suite: Suite) -> None:
+    assert suite.items_file is not None
+    suite.items_file.write_text(suite.items_file.read_text() * 2)
+    with pytest.raises(UserError, match="more than once"):
+        load_suite_data(suite, Path("unused"))
+    suite.items_file.write_text("")
+    with pytest.raises(UserError, match="the suite has no items"):
+        load_suite_data(suite, Path("unused"))
