@@ -9,7 +9,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import recipe
+from finetune.cli import recipe, report
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(recipe.app)
+app.command()(report.report)
 
 
 def _print_version(wanted: bool) -> None:

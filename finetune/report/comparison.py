@@ -1,0 +1,149 @@
+"""One paired comparison, and what its numbers are called in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.report.numbers import (
+    NBSP,
+    Unit,
+    arm_in_prose,
+    arm_name,
+    confidence_name,
+    finite,
+    grouped,
+    p_value,
+    sentence_case,
+    unit_of,
+    whole,
+    words,
+)
+from finetune.report.read import Record, RunFiles, as_dict, as_list, as_text
+
+CELLS = ("both_right", "fixed", "broken", "both_wrong")
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict as the page shows it: always a word and an icon, the colour only repeats them."""
+
+    word: str
+    style: str
+    icon: str
+
+
+_JUDGEMENTS = {
+    "improved": Judgement("Improved", "good", "up"),
+    "pass": Judgement("Within margin", "good", "check"),
+    "regressed": Judgement("Regressed", "bad", "down"),
+    "no-evidence": Judgement("No evidence of improvement", "neutral", "equal"),
+    "inconclusive": Judgement("Inconclusive", "unsure", "question"),
+}
+UNJUDGED = Judgement("No verdict yet", "neutral", "pause")
+
+
+def judgement(verdict: object) -> Judgement:
+    """The face of a verdict; one this page does not know keeps its own word and stays neutral."""
+    name = as_text(verdict)
+    if name is None:
+        return UNJUDGED
+    key = name.replace("_", "-").lower()
+    return _JUDGEMENTS.get(key, Judgement(sentence_case(words(name)), "neutral", "question"))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One paired comparison of comparison.json, with its numbers formatted and its row of the forest plot."""
+
+    record: Record
+    unit: Unit
+
+    def text(self, key: str) -> str:
+        return as_text(self.record.get(key)) or ""
+
+    def number(self, key: str) -> float | None:
+        return finite(self.record.get(key))
+
+    @property
+    def judged(self) -> Judgement:
+        return judgement(self.record.get("verdict"))
+
+    @property
+    def metric(self) -> str:
+        return words(self.text("metric"))
+
+    @property
+    def baseline(self) -> str:
+        return arm_name(self.text("baseline"))
+
+    @property
+    def n(self) -> str | None:
+        return grouped(self.record.get("n"))
+
+    @property
+    def difference(self) -> str | None:
+        return self.unit.difference(self.record.get("difference"))
+
+    @property
+    def interval(self) -> str | None:
+        return self.unit.interval(self.record.get("low"), self.record.get("high"))
+
+    @property
+    def margin(self) -> str | None:
+        return self.unit.size(self.record.get("margin"))
+
+    @property
+    def p_value(self) -> str | None:
+        return p_value(self.record.get("p_value"))
+
+    @property
+    def cells(self) -> dict[str, str | None]:
+        return {name: grouped(self.record.get(name)) for name in CELLS}
+
+    @property
+    def has_cells(self) -> bool:
+        return any(text is not None for text in self.cells.values())
+
+    def in_brackets(self) -> str:
+        """The uncertainty that follows every difference: '95 % interval +53.9 to +68.2, n = 204 items in 31 clusters'."""
+        confidence = confidence_name(self.record.get("confidence"))
+        spread = f"{confidence} {self.interval}" if self.interval else "no interval recorded"
+        size = f"n{NBSP}={NBSP}{self.n} items" if self.n else "n not recorded"
+        clusters = whole(self.record.get("clusters"))
+        return f"{spread}, {size}" + (f" in {clusters:,} clusters" if clusters else "")
+
+    def limits(self) -> str | None:
+        """What this many items could not have shown, and how many more would settle an inconclusive verdict."""
+        smallest = self.unit.size(self.record.get("least_detectable"))
+        if smallest is None or self.n is None:
+            return None
+        text = f"{self.n} items cannot tell a difference below {smallest} (80{NBSP}% power)"
+        more = grouped(self.record.get("items_to_settle"))
+        return f"{text}; about {more} more would settle it." if more else f"{text}."
+
+    def sentence(self, *, opens: bool = True) -> str:
+        """The comparison in words, with its interval and n; `opens` when it stands at the start of a sentence."""
+        subject = sentence_case(self.metric) if opens else self.metric
+        if whole(self.record.get("n")) == 0:
+            return f"{subject} was not compared: no items"
+        against = arm_in_prose(self.text("baseline"))
+        amount = self.number("difference")
+        if amount is None:
+            return f"{subject} against {against}: no difference recorded ({self.in_brackets()})"
+        if amount == 0:
+            return f"{subject} did not change against {against} ({self.in_brackets()})"
+        change = f"{'rose' if amount > 0 else 'fell'} by {self.unit.size(amount)}"
+        if self.judged.style not in ("good", "bad"):  # not shown to be a rise or a fall
+            change = f"moved by {self.difference}"
+        return f"{subject} {change} against {against} ({self.in_brackets()})"
+
+
+def read_comparisons(run: RunFiles) -> tuple[Comparison, ...]:
+    """Every comparison of comparison.json, in its order."""
+    found = []
+    for record in map(as_dict, as_list(run.comparison.get("comparisons"))):
+        if record:
+            metric = as_text(record.get("metric")) or ""
+            unit = unit_of(metric, [record.get(key) for key in ("difference", "low", "high", "margin")])
+            found.append(Comparison(record, unit))
+    return tuple(found)
