@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from finetune.data.rows import Row
 from finetune.data.tokenise import generation_stop_ids
@@ -26,7 +23,7 @@ from finetune.evaluation.records import (
     summary_path,
     write_arm,
 )
-from finetune.evaluation.scoring import check_references, score_records, summarise
+from finetune.evaluation.scoring import check_references, score_records, summarise_arm
 from finetune.evaluation.stopping import StopRule, stop_rule
 from finetune.evaluation.suite import Suite
 from finetune.telemetry.progress import Progress
@@ -53,6 +50,39 @@ def evaluate_arm(
     the answers it has; under another key it starts over. Raises UserError before any generation for an empty suite,
     repeated ids, references that cannot be scored, and prompts that do not fit the context.
     """
+    _refuse_unusable(suite, items)
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    context = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot, context_tokens=context)
+    full_key = _arm_key(key, suite, items, prompts, arm)
+    saved = _saved_answers(out_folder, arm, full_key)
+    if saved is None:
+        rule = stop_rule(
+            tokenizer,
+            max_new_tokens=suite.decoding.max_new_tokens,
+            stop_strings=suite.decoding.stop,
+            stop_ids=_stop_ids(tokenizer, inner),
+        )
+        saved = _answer_all(
+            model, items, prompts, rule, arm=arm, batch_size=batch_size, folder=out_folder, key=full_key
+        )
+    records, seconds = score_records(suite, saved[0]), saved[1]
+    summary = summarise_arm(
+        suite,
+        records,
+        arm=arm,
+        seconds=seconds,
+        key=full_key,
+        items_digest=items_digest(items),
+        adapter_sha256=adapter_sha256,
+        batch_size=batch_size,
+        template_sha256=digest_json(tokenizer.chat_template),
+    )
+    write_arm(out_folder, summary, records)
+    return summary
+
+
+def _refuse_unusable(suite: Suite, items: Sequence[Item]) -> None:
     if not items:
         raise UserError(
             "the suite has no items",
@@ -61,42 +91,6 @@ def evaluate_arm(
         )
     refuse_duplicates([item.id for item in items], f"suite {suite.name}")
     check_references(suite, items)
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    context = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot, context_tokens=context)
-    full_key = _arm_key(key, suite, items, prompts, arm)
-    rule = stop_rule(
-        tokenizer,
-        max_new_tokens=suite.decoding.max_new_tokens,
-        stop_strings=suite.decoding.stop,
-        stop_ids=_stop_ids(tokenizer, inner),
-    )
-    saved = _saved_answers(out_folder, arm, full_key)
-    if saved is None:
-        saved = _answer_all(
-            model, items, prompts, rule, arm=arm, batch_size=batch_size, folder=out_folder, key=full_key
-        )
-    records, seconds = saved
-    records = score_records(suite, records)
-    summary = ArmSummary(
-        suite=suite.name,
-        suite_digest=suite.digest,
-        items_digest=items_digest(items),
-        arm=arm,
-        n=len(records),
-        metrics=summarise(records, suite.metrics, confidence=suite.confidence),
-        output_tokens=sum(record["output_tokens"] for record in records),
-        prompt_tokens=sum(record["prompt_tokens"] for record in records),
-        seconds=round(seconds, 3),
-        latency_seconds=_latency(records),
-        finish_reasons=dict(sorted(Counter(record["finish_reason"] for record in records).items())),
-        adapter_sha256=adapter_sha256,
-        key=full_key,
-        batch_size=batch_size,
-        template_sha256=digest_json(tokenizer.chat_template),
-    )
-    write_arm(out_folder, summary, records)
-    return summary
 
 
 def _arm_key(key: str, suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], arm: Arm) -> str:
@@ -117,11 +111,6 @@ def _stop_ids(tokenizer: Any, model: Any) -> set[int]:
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = set(generation_stop_ids(tokenizer))
     return ids | ({own} if isinstance(own, int) else set(own or ()))
-
-
-def _latency(records: Sequence[Record]) -> dict[str, float | None]:
-    seconds = [record["latency_seconds"] for record in records]
-    return {f"p{share}": round(float(np.percentile(seconds, share)), 4) for share in (50, 95)}
 
 
 def _saved_answers(folder: Path, arm: Arm, key: str) -> tuple[list[Record], float] | None:

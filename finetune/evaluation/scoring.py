@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from finetune.errors import Fault, UserError
 from finetune.evaluation.items import Item
-from finetune.evaluation.records import Record
+from finetune.evaluation.records import ArmSummary, Record
 from finetune.evaluation.suite import Suite
 from finetune.stats import mean_interval
 
@@ -59,6 +62,39 @@ def summarise(
 ) -> dict[str, dict[str, Any]]:
     """Metric -> mean with interval, clustered where records share a cluster. No records: null with n = 0."""
     return {metric: _mean(records, metric, confidence) for metric in metrics}
+
+
+def summarise_arm(
+    suite: Suite,
+    records: Sequence[Record],
+    *,
+    arm: str,
+    seconds: float,
+    key: str,
+    items_digest: str,
+    adapter_sha256: str | None,
+    batch_size: int,
+    template_sha256: str,
+) -> ArmSummary:
+    """What one arm did, from its scored records."""
+    latencies = [record["latency_seconds"] for record in records]
+    return ArmSummary(
+        suite=suite.name,
+        suite_digest=suite.digest,
+        items_digest=items_digest,
+        arm=arm,
+        n=len(records),
+        metrics=summarise(records, suite.metrics, confidence=suite.confidence),
+        output_tokens=sum(record["output_tokens"] for record in records),
+        prompt_tokens=sum(record["prompt_tokens"] for record in records),
+        seconds=round(seconds, 3),
+        latency_seconds={f"p{share}": round(float(np.percentile(latencies, share)), 4) for share in (50, 95)},
+        finish_reasons=dict(sorted(Counter(record["finish_reason"] for record in records).items())),
+        adapter_sha256=adapter_sha256,
+        key=key,
+        batch_size=batch_size,
+        template_sha256=template_sha256,
+    )
 
 
 def scores_of(records: Sequence[Record], metric: str) -> list[float]:

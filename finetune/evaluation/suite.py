@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,6 +114,10 @@ class Suite(Section):
     @property
     def metrics(self) -> list[str]:
         return [scorer.name for scorer in self.scoring]
+
+    def baseline_arms(self, wanted: Sequence[str]) -> list[str]:
+        """Which of the wanted untuned arms this suite has; `zero_shot` stands in when none is left."""
+        return [arm for arm in wanted if arm != "few_shot" or self.few_shot is not None] or ["zero_shot"]
 
     @property
     def path(self) -> Path:

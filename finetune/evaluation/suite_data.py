@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.data.build import DatasetBuild, build_dataset
+from finetune.data.build import build_dataset, default_builds_root
 from finetune.data.rows import Row
 from finetune.errors import Fault, UserError
-from finetune.evaluation.items import Item, items_from_rows, refuse_duplicates
+from finetune.evaluation.items import Item, items_digest, items_from_rows, refuse_duplicates
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
 
@@ -19,31 +19,40 @@ _REQUIRED = ("id", "messages", "reference")
 
 @dataclass(frozen=True)
 class SuiteData:
-    """Items in the order in which they are asked; `few_shot` rows are candidates, not yet the examples."""
+    """What a suite asks, in a fixed order. `few_shot_rows` are candidates for examples, not yet the examples."""
 
-    items: list[Item]
-    few_shot: list[Row]
-    build: DatasetBuild | None = None
+    suite: Suite
+    items: tuple[Item, ...]
+    few_shot_rows: tuple[Row, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of the items alone; `suite.digest` covers the rest."""
+        return items_digest(self.items)
 
 
-def load_suite_data(suite: Suite, builds_root: Path, *, max_items: int | None = None) -> SuiteData:
+def load_suite_data(
+    suite: Suite,
+    *,
+    builds_root: Path | None = None,
+    dataset_spec: Path | None = None,
+    max_items: int | None = None,
+) -> SuiteData:
     """Read a suite's items; a dataset is built under `builds_root`, or found there when it is complete.
 
-    max_items: only the first ones, for a smoke run. Raises UserError for an empty suite and for every faulty line of a
-    JSONL file at once.
+    dataset_spec: where the few-shot rows of a suite with a JSONL file come from (the recipe's dataset). max_items: only
+    the first ones, for a smoke run. Raises UserError for an empty suite and for every faulty line of a file at once.
     """
-    build: DatasetBuild | None = None
-    few_shot: list[Row] = []
+    root = builds_root or default_builds_root()
+    spec = dataset_spec
     if suite.items_file is not None:
         items = read_items(suite.items_file)
     else:
         assert suite.items.spec is not None
         spec = find_declarative(
-            "data", suite.items.spec, relative_to=suite.path.parent, where=str(suite.path)
+            "data", suite.items.spec, relative_to=suite.path.parent, where=f"{suite.path}: items.spec"
         )
-        build = build_dataset(spec, builds_root)
-        items = items_from_rows(build.rows(suite.items.split), cluster_key=suite.cluster)
-        few_shot = build.rows(suite.few_shot.split) if suite.few_shot is not None else []
+        items = items_from_rows(build_dataset(spec, root).rows(suite.items.split), cluster_key=suite.cluster)
     if not items:
         raise UserError(
             "the suite has no items",
@@ -51,7 +60,10 @@ def load_suite_data(suite: Suite, builds_root: Path, *, max_items: int | None = 
             why=f"nothing is in {suite.items_file or f'split {suite.items.split} of {suite.items.spec}'}",
             fix="name another split or file under items:",
         )
-    return SuiteData(items[:max_items], few_shot, build)
+    shown: list[Row] = []
+    if suite.few_shot is not None and spec is not None:
+        shown = build_dataset(spec, root).rows(suite.few_shot.split)
+    return SuiteData(suite, tuple(items[:max_items]), tuple(shown))
 
 
 def read_items(path: Path) -> list[Item]:

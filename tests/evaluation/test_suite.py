@@ -110,7 +110,7 @@ def test_items_from_a_file_keep_their_order_and_tags(suite: Suite) -> None:
         for n in range(4)
     ]
     suite.items_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    items = load_suite_data(suite, Path("unused"), max_items=3).items
+    items = load_suite_data(suite, max_items=3).items
     assert [item.id for item in items] == ["i0", "i1", "i2"]
     assert items[0].tags == {"kind": "a"}
     assert items[0].cluster == "i0"
@@ -147,7 +147,7 @@ def test_repeated_ids_and_empty_files_are_refused(suite: Suite) -> None:
     assert suite.items_file is not None
     suite.items_file.write_text(suite.items_file.read_text() * 2)
     with pytest.raises(UserError, match="more than once"):
-        load_suite_data(suite, Path("unused"))
+        load_suite_data(suite)
     suite.items_file.write_text("")
     with pytest.raises(UserError, match="the suite has no items"):
-        load_suite_data(suite, Path("unused"))
+        load_suite_data(suite)
