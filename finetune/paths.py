@@ -33,12 +33,15 @@ def find_declarative(kind: str, name: str, *, relative_to: Path | None = None, w
     Raises UserError with the nearest shipped name when nothing matches.
     """
     assert kind in _KINDS, kind
-    given = Path(name).expanduser()
+    given = Path(name)
+    with contextlib.suppress(RuntimeError):  # '~nobody': left as written, and so not found
+        given = given.expanduser()
     bases = [Path.cwd()] + ([relative_to] if relative_to else []) + [shipped_root() / kind, shipped_root()]
     for base in bases:
         for candidate in (base / given, base / f"{given}.yaml"):
-            if candidate.is_file():
-                return candidate.resolve()
+            with contextlib.suppress(OSError):  # a name that the file system cannot have
+                if candidate.is_file():
+                    return candidate.resolve()
     known = shipped_names(kind)
     raise UserError(
         f"no such file or shipped {kind} entry: '{name}'",

@@ -140,7 +140,7 @@ def _faults_of_named_files(loaded: Loaded[Recipe]) -> list[Fault]:
     try:
         where = loaded.where("data.spec")
         spec = find_declarative("data", loaded.value.data.spec, relative_to=beside, where=where)
-        load_typed(spec, DatasetSpec, defaults={"name": spec.stem})
+        load_typed(spec, DatasetSpec)
     except UserError as error:
         faults += error.faults
     for suite in loaded.value.eval.suites:

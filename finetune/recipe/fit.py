@@ -29,6 +29,9 @@ from finetune.recipe.nodes import (
 )
 from finetune.recipe.suggest import dotted_keys, suggest
 
+_YES = frozenset({"yes", "on", "true", "1"})
+_NO = frozenset({"no", "off", "false", "0"})
+
 PlacedFault = tuple[Origin, Fault]
 
 
@@ -156,27 +159,16 @@ class _Fitter:
         return max(models, key=lambda model: len(set(fields_of(model)) & set(node.entries)))
 
     def _refuse_scalar(self, node: Scalar, form: Accepted, annotation: Any, key: str) -> Refused:
-        wanted, given = (
-            describe(annotation),
-            f"'{shown(node.text)}'" if node.kind == "str" else shown(node.text),
-        )
+        wanted = describe(annotation)
+        given = f"'{shown(node.text)}'" if node.kind == "str" else shown(node.text)
+        word = node.text.lower()
         why = fix = ""
         if node.kind == "null":
-            given = "empty" if not node.text else "null"
+            given = "null" if node.text else "empty"
             fix = "give it a value, or delete the key to take the default"
-        elif form.scalars == (bool,) and node.text.lower() in (
-            "yes",
-            "on",
-            "no",
-            "off",
-            "true",
-            "false",
-            "1",
-            "0",
-        ):
-            positive = node.text.lower() in ("yes", "on", "true", "1")
+        elif form.scalars == (bool,) and word in _YES | _NO:
             why = "YAML 1.2 has two booleans, true and false; yes, no, on, off and quoted words are text"
-            fix = f"write {'true' if positive else 'false'} without quotes"
+            fix = f"write {'true' if word in _YES else 'false'} without quotes"
         elif form.items is not None and not form.scalars and not form.literals:
             fix = f"write it as a list: [{shown(node.text)}]"
         elif node.kind == "bool" and {str, Path} & set(form.scalars):
@@ -184,11 +176,8 @@ class _Fitter:
         elif form.literals:
             fix = _meant(node.text, [shown(literal) for literal in form.literals])
         elif {int, float} & set(form.scalars) and _number(node) is not None:
-            fix = (
-                "write a finite number"
-                if not math.isfinite(_number(node) or 0)
-                else "write a number without fraction"
-            )
+            finite = math.isfinite(_number(node) or 0)
+            fix = "write a number without fraction" if finite else "write a finite number"
         return self._refuse(node.origin, f"'{key}' must be {wanted}, not {given}", why=why, fix=fix)
 
 

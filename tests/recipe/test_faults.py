@@ -289,6 +289,12 @@ def test_missing_file_names_the_nearest_shipped_recipe() -> None:
     assert caught.value.faults[0].fix == "did you mean 'sft/home_intents_lora'?"
 
 
+@pytest.mark.parametrize("name", ["", ".", "a" * 400, "a\x00b", "~nobody-of-this-name/x.yaml", "recipes"])
+def test_names_that_are_no_files(name: str) -> None:
+    with pytest.raises(UserError, match="no such file or shipped recipes entry"):
+        load_recipe(name)
+
+
 def test_all_faults_of_a_file_come_at_once_in_its_order(faults: Faults) -> None:
     text = """\
 lr: 1e-4
