@@ -102,6 +102,7 @@ class Ledger:
     leak_counts: str
     is_clean: bool | None
     splits: tuple[tuple[str, str | None, str | None], ...]
+    tokenised: tuple[tuple[str, tuple[tuple[str, str | None], ...]], ...]
     facts: tuple[tuple[str, str], ...]
 
 
@@ -130,7 +131,26 @@ def read_ledger(run: RunFiles) -> Ledger | None:
         for name, text in flat(manifest.get("source"), "source").items()
     ]
     facts += [("build", shortened(digest))] if digest else []
-    return Ledger(tuple(rows), balance, is_balanced, *leaks, splits=splits, facts=tuple(facts))
+    return Ledger(
+        tuple(rows),
+        balance,
+        is_balanced,
+        *leaks,
+        splits=splits,
+        tokenised=_tokenised(run),
+        facts=tuple(facts),
+    )
+
+
+def _tokenised(run: RunFiles) -> tuple[tuple[str, tuple[tuple[str, str | None], ...]], ...]:
+    """(split, counts) of tokenising: rows read, kept, dropped by reason, with a cut prompt, and target tokens."""
+    found = []
+    for name, held in as_dict(run.tokenised.get("splits")).items():
+        counts = as_dict(as_dict(held).get("counts"))
+        pairs = [(words(str(key)), grouped(n)) for key, n in counts.items()]
+        pairs.append(("target tokens", grouped(as_dict(held).get("target_tokens"))))
+        found.append((str(name), tuple(pairs)))
+    return tuple(found)
 
 
 def _balance(ledger: Record, dropped: Record) -> tuple[str, bool | None]:

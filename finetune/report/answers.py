@@ -87,23 +87,23 @@ def read_answers(
     run: RunFiles, primary: Comparison | None, comparisons: Sequence[Comparison]
 ) -> tuple[Reading, ...]:
     """Forty answers (or all broken ones, if they are more) of the deciding suite, and the broken ones of every other."""
-    against = primary.text("baseline") if primary else as_text(run.recipe_value("eval.against")) or "few_shot"
     readings = []
     for suite in run.suites:
         decides = primary is not None and suite == primary.text("suite")
-        metric = primary.text("metric") if decides and primary else _metric_of(run, suite, comparisons)
+        deciding = (
+            primary if decides else next((one for one in comparisons if one.text("suite") == suite), None)
+        )
+        metric = deciding.text("metric") if deciding else _first_metric(run, suite)
+        declared = as_text(run.recipe_value("eval.against")) or "few_shot"
+        against = (deciding.text("baseline") if deciding else "") or declared
         reading = _read_suite(run, suite, metric, against, only_broken=primary is not None and not decides)
-        if decides and primary:
-            reading = _checked(reading, primary)
-        readings.append(reading)
+        readings.append(_checked(reading, deciding) if deciding else reading)
     return tuple(readings)
 
 
-def _metric_of(run: RunFiles, suite: str, comparisons: Sequence[Comparison]) -> str:
-    """The metric of the suite's first comparison, else the first metric that its summaries name."""
-    compared = next((one.text("metric") for one in comparisons if one.text("suite") == suite), "")
-    named = (name for arm in run.arms_of(suite) for name in as_dict(arm.summary.get("metrics")))
-    return compared or next(named, "")
+def _first_metric(run: RunFiles, suite: str) -> str:
+    """The first metric that a summary of the suite names; empty when none does."""
+    return next((name for arm in run.arms_of(suite) for name in as_dict(arm.summary.get("metrics"))), "")
 
 
 def _nothing(suite: str, metric: str, against: str, missing: str) -> Reading:
@@ -260,12 +260,12 @@ def _remarks(baseline: Arm, tuned: Arm, n_unscored: int) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def _checked(reading: Reading, primary: Comparison) -> Reading:
+def _checked(reading: Reading, deciding: Comparison) -> Reading:
     """Say so when the stored answers do not give the counts of the comparison: one of the two files is stale."""
     differing = [
         f"{group.outcome.word.lower()} {group.n} here, {declared} in the comparison"
         for group in reading.groups
-        if (declared := whole(primary.record.get(group.outcome.key))) is not None and declared != group.n
+        if (declared := whole(deciding.record.get(group.outcome.key))) is not None and declared != group.n
     ]
     if not differing:
         return reading

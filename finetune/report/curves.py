@@ -10,7 +10,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from finetune.report.numbers import finite, grouped, share, significant, whole
-from finetune.report.read import Record, RunFiles
+from finetune.report.read import Record, RunFiles, as_dict
 from finetune.report.svg import Guide, Series, line_plot
 from finetune.units import format_duration
 
@@ -226,9 +226,8 @@ def _facts(
         ((loss, event["step"]) for event in validations if (loss := finite(event.get("loss"))) is not None),
         default=None,
     )
-    seconds = next(
-        (finite(event.get("seconds")) for event in reversed(run.events) if _is_training_stage(event)), None
-    )
+    seconds = finite(as_dict(as_dict(run.manifest.get("stages")).get("train")).get("seconds"))
+    since = " since the last resume" if any(event.get("event") == "resume" for event in run.events) else ""
     rate = significant(_median(steps, "tokens_per_second"))
     wanted: list[tuple[str, str | None]] = [
         ("optimizer steps", grouped(steps[-1]["step"]) if steps else None),
@@ -239,17 +238,9 @@ def _facts(
         ("lowest validation loss", f"{significant(lowest[0])} at step {lowest[1]}" if lowest else None),
         ("median throughput", f"{rate} tokens/s" if rate else None),
         ("median share of peak", share(_median(steps, "mfu"))),
-        ("training time", format_duration(seconds) if seconds is not None else None),
+        ("training time", f"{format_duration(seconds)}{since}" if seconds is not None else None),
     ]
     return tuple(wanted)
-
-
-def _is_training_stage(event: Record) -> bool:
-    return (
-        event.get("event") == "stage"
-        and event.get("name") == "train"
-        and finite(event.get("seconds")) is not None
-    )
 
 
 def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:

@@ -61,6 +61,7 @@ class RunFiles:
     forecast: Record
     comparison: Record
     data_manifest: Record
+    tokenised: Record
     events: list[Record]
     arms: tuple[Arm, ...]
     gaps: tuple[str, ...] = ()
@@ -207,6 +208,7 @@ def read_run(folder: Path) -> RunFiles:
         forecast=reader.mapping("forecast.json", "the memory forecast is"),
         comparison=reader.mapping("eval/comparison.json", "verdict and comparisons are"),
         data_manifest=reader.mapping("data/manifest.json", "the row ledger and the leak check are"),
+        tokenised=reader.mapping("data/tokenised.json", "what tokenising left of the rows is"),
         events=reader.events(),
         arms=reader.arms(),
         gaps=tuple(reader.gaps),  # last: the readers above fill it

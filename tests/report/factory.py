@@ -127,11 +127,16 @@ def write_data_manifest(folder: Path, *, n_lost: int = 0, n_leaks: int = 0) -> N
         "leaks": {"exact": n_leaks, "group": 0},
     }
     write_json(folder / "data" / "manifest.json", manifest)
+    counts = {"read": 1200, "kept": 1197, "dropped_too_long": 3, "truncated": 0, "dropped_no_target": 0}
+    held = {"train": {"counts": counts, "dropped": [], "target_tokens": 46_500}}
+    write_json(
+        folder / "data" / "tokenised.json", {"digest": _digest("tokens"), "max_tokens": 512, "splits": held}
+    )
 
 
 def write_events(folder: Path, n_steps: int, *, torn: bool = True) -> None:
     chance = random.Random(11)
-    lines = [json.dumps({"event": "stage", "name": "train", "status": "started"})]
+    lines: list[str] = []
     for step in range(1, n_steps + 1):
         warm = min(1.0, step / max(1, n_steps // 20))
         rate = 5e-4 * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / n_steps)))
@@ -164,7 +169,6 @@ def write_events(folder: Path, n_steps: int, *, torn: bool = True) -> None:
             )
         if step == n_steps // 3:
             lines.append(json.dumps({"event": "resume", "step": step}))
-    lines.append(json.dumps({"event": "stage", "name": "train", "status": "done", "seconds": 402.7}))
     write_atomic(folder / "events.jsonl", "\n".join(lines) + ('\n{"event": "st' if torn else "\n"))
 
 

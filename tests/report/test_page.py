@@ -122,6 +122,7 @@ def test_improved(run_folder: Path) -> None:
     assert "forecast 3.42 GB, used 3.31 GB: the forecast is 3.3 % above" in text
     assert "make merge RUN=" in text and "make eval RUN=" in text
     assert "40 of 204 items" in text
+    assert re.search(r"train rows as tokens read ?1,200 kept ?1,197 dropped too long ?3", text)
 
 
 def test_regressed(factory: ModuleType, run_folder: Path) -> None:

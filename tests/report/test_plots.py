@@ -107,7 +107,7 @@ def test_curves_of_a_run(run_folder: Path) -> None:
     facts = dict(curves.facts)
     assert facts["optimizer steps"] == "150"
     assert facts["target tokens"] == "46,500"
-    assert facts["training time"] == "6 min 43 s"
+    assert facts["training time"] == "6 min 43 s since the last resume"
     assert "No finite loss in 1 of 150 steps; the curve has gaps there." in curves.remarks
     assert "The run was resumed once (dotted lines)." in curves.remarks
 
