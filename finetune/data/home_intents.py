@@ -16,14 +16,14 @@ from typing import Any
 
 import home_assistant_intents
 from hassil.expression import Sentence
-from hassil.intents import IntentData, Intents, SlotList, TextSlotList
+from hassil.intents import IntentData, Intents, SlotList, TextSlotList, WildcardSlotList
 from hassil.recognize import recognize_best
 
 from finetune.data.rows import Ledger, Progress, Row
 from finetune.data.spec import HomeIntentsSource
 from finetune.data.template_walk import TemplateWalk, Utterance
 from finetune.digest import digest_bytes
-from finetune.errors import UserError
+from finetune.errors import Fault, UserError, did_you_mean
 
 SOURCE_NAME = "home_intents"
 # A voice device always knows the room it stands in, and many templates need that. The room is not part of what was
@@ -121,6 +121,7 @@ def sample_rows(source: HomeIntentsSource, seed: int, ledger: Ledger, on_progres
     """
     home = load_home(source)
     templates = list_templates(home)
+    _require_values(home, templates)
     per_intent: dict[str, int] = {}
     for template in templates:
         per_intent[template.intent] = per_intent.get(template.intent, 0) + 1
@@ -128,6 +129,33 @@ def sample_rows(source: HomeIntentsSource, seed: int, ledger: Ledger, on_progres
         spread = math.ceil(source.min_rows_per_intent / per_intent[template.intent])
         yield from _sample_template(template, home, seed, max(source.rows_per_template, spread), ledger)
         on_progress(done / len(templates))
+
+
+def _require_values(home: Home, templates: list[Template]) -> None:
+    """Raise UserError, naming every key at once, when a template has a place that the spec gives no words for."""
+    phrases, names = home.source.phrases, home.source.names
+    needed: set[str] = set()
+    lacking: dict[str, str] = {}
+    for template in templates:
+        rules = {**home.intents.expansion_rules, **template.data.expansion_rules}
+        used = set(template.sentence.list_names(rules))
+        needed |= {name for name in used if isinstance(home.intents.slot_lists.get(name), WildcardSlotList)}
+        if "name" in used and template.domains and template.domains.isdisjoint(names):
+            lacking.setdefault(" or ".join(sorted(template.domains)), str(template.sentence.text))
+    faults = [
+        Fault(f"source.names has no device of domain {domain}", why=f"needed by '{example}'")
+        for domain, example in lacking.items()
+    ]
+    faults += [
+        Fault(f"source.phrases has no words for the open list '{name}'", fix=f"add source.phrases.{name}")
+        for name in sorted(needed - set(phrases))
+    ]
+    faults += [
+        Fault(f"source.phrases.{name} belongs to no template", fix=did_you_mean(name, needed))
+        for name in sorted(set(phrases) - needed)
+    ]
+    if faults:
+        raise UserError(faults)
 
 
 def _sample_template(template: Template, home: Home, seed: int, wanted: int, ledger: Ledger) -> Iterator[Row]:

@@ -77,7 +77,7 @@ def merging_tokenizer() -> Any:
     vocabulary |= {symbol: index for index, symbol in enumerate(alphabet, start=2)}
     vocabulary[newline * 2] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
