@@ -8,7 +8,8 @@ from typing import Any
 
 from finetune.errors import ExitCode, Fault, UserError
 from finetune.evaluation.items import refuse_duplicates
-from finetune.evaluation.records import ArmSummary, Record, read_records, read_summary
+from finetune.evaluation.records import ArmSummary, Record
+from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.scoring import clusters_of, scores_of
 from finetune.evaluation.suite import Suite
 from finetune.stats import compare
@@ -75,18 +76,25 @@ def compare_folders(
     suite: Suite, baseline_folder: Path, baseline_arm: str, arm_folder: Path, arm: str = "tuned"
 ) -> dict[str, Any]:
     """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs and notes."""
-    summaries = read_summary(baseline_folder, baseline_arm), read_summary(arm_folder, arm)
-    refuse_unfair(suite, *summaries)
-    records = read_records(baseline_folder, baseline_arm), read_records(arm_folder, arm)
-    result = compare_records(suite, *records)
-    result["cost"] = _cost(*summaries)
-    result["notes"] = _notes(*summaries)
-    result["adapter_sha256"] = summaries[1].adapter_sha256
+    return compare_saved(suite, SavedArm(baseline_folder, baseline_arm), SavedArm(arm_folder, arm))
+
+
+def compare_saved(suite: Suite, baseline: SavedArm, arm: SavedArm, *, inner: bool = False) -> dict[str, Any]:
+    """Compare two saved arms. Where both were evaluated here, arms of another suite, other items or another template are
+    refused, and costs and notes are added; records from elsewhere must at least answer the same items."""
+    before, after = baseline.summary(), arm.summary()
+    if before is not None and after is not None:
+        refuse_unfair(suite, before, after, inner=inner)
+    result = compare_records(suite, baseline.records(), arm.records(), inner=inner)
+    if before is not None and after is not None:
+        result["cost"] = _cost(before, after)
+        result["notes"] = _notes(before, after)
+    result["adapter_sha256"] = after.adapter_sha256 if after is not None else None
     return result
 
 
-def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary) -> None:
-    """All that must be the same on both sides, or a UserError with every difference."""
+def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary, *, inner: bool = False) -> None:
+    """All that must be the same on both sides, or a UserError with every difference. `inner` allows other items."""
     faults = [
         Fault(
             f"{what} differs: {getattr(baseline, name)[:12]} in {baseline.arm}, {getattr(arm, name)[:12]} in {arm.arm}",
@@ -99,7 +107,7 @@ def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary) -> None:
             ("items_digest", "the set of items"),
             ("template_sha256", "the chat template"),
         )
-        if getattr(baseline, name) != getattr(arm, name)
+        if getattr(baseline, name) != getattr(arm, name) and not (inner and name == "items_digest")
     ]
     if baseline.suite_digest == arm.suite_digest != suite.digest:
         faults.append(
@@ -136,14 +144,47 @@ def _compare_metric(
     }
     if not left:
         return head | _nothing_compared(suite)
+    kind = suite.scorer_of(metric)
+    if kind.per_token:
+        _refuse_other_tokens(metric, left, right)
+    sign = 1.0 if kind.higher_is_better else -1.0
     result = compare(
-        scores_of(left, metric),
-        scores_of(right, metric),
+        [sign * score for score in scores_of(left, metric)],
+        [sign * score for score in scores_of(right, metric)],
         clusters=clusters_of(left),
         margin=suite.margin,
         confidence=suite.confidence,
     )
-    return head | result.to_dict() | {"limits": result.limits(), "exit_code": int(result.exit_code)}
+    found = result.to_dict() if sign > 0 else _turned(result.to_dict())
+    return (
+        head
+        | found
+        | {
+            "limits": result.limits(),
+            "higher_is_better": kind.higher_is_better,
+            "exit_code": int(result.exit_code),
+        }
+    )
+
+
+def _turned(found: dict[str, Any]) -> dict[str, Any]:
+    """A comparison of negated scores, told in the scores' own direction; the verdict stays."""
+    turned = {name: -found[name] for name in ("difference", "mean_a", "mean_b")}
+    return found | turned | {"low": -found["high"], "high": -found["low"]}
+
+
+def _refuse_other_tokens(metric: str, left: Sequence[Record], right: Sequence[Record]) -> None:
+    other = [
+        one["item"]
+        for one, two in zip(left, right, strict=True)
+        if one["output_tokens"] != two["output_tokens"]
+    ]
+    if other:
+        raise UserError(
+            f"'{metric}' cannot compare these arms: {len(other)} texts have other numbers of tokens{_examples(other)}",
+            why="the arms use different tokenizers, so a token is not the same piece of text",
+            fix="compare them in bits_per_byte",
+        )
 
 
 def _nothing_compared(suite: Suite) -> dict[str, Any]:

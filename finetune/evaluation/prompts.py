@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from finetune.data.row_tokens import encode
 from finetune.data.rows import Row
 from finetune.data.tokenise import prompt_ids
 from finetune.errors import Fault, UserError
@@ -33,21 +34,28 @@ def build_prompts(
     *,
     arm: Arm,
     few_shot: Sequence[Row] | None = None,
-    context_tokens: int | None = None,
 ) -> list[Prompt]:
     """One prompt per item, through the same template and tokenizer calls as a training row.
 
-    few_shot: rows that the few-shot arm may draw examples from. context_tokens: the model's context; a prompt whose
-    longest answer would not fit is a UserError that names the items.
+    few_shot: rows that the few-shot arm may draw examples from. In a suite of texts the prompt is the text itself.
     """
+    if suite.task == "text":
+        return [_text_prompt(item, tokenizer) for item in items]
     shown = few_shot_examples(suite.few_shot, few_shot or [], items) if arm == "few_shot" else []
     prompts = []
     for item in items:
         ids, text = prompt_ids(arm_messages(suite, item, arm, shown), tokenizer, tools=item.tools)
         prompts.append(Prompt(text, list(ids)))
-    if context_tokens is not None:
-        _refuse_too_long(suite, items, prompts, context_tokens, arm)
     return prompts
+
+
+def _text_prompt(item: Item, tokenizer: Any) -> Prompt:
+    """A whole text behind one given token: the tokenizer's BOS, or its EOS where there is none."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = encode(item.reference, tokenizer)
+    if not ids:
+        raise UserError("the text is empty", where=f"item {item.id}", fix="remove the item")
+    return Prompt(item.reference, [int(start), *ids])
 
 
 def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ()) -> list[Message]:
@@ -120,10 +128,13 @@ def _one_of_each(candidates: Sequence[Item], tag: str | None, used_groups: Colle
     return list(first.values())
 
 
-def _refuse_too_long(
-    suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], context_tokens: int, arm: Arm
+def refuse_too_long(
+    suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], context_tokens: int | None, arm: Arm
 ) -> None:
-    room = context_tokens - suite.decoding.max_new_tokens
+    """A prompt whose longest answer would not fit into the model's context is a UserError that names the items."""
+    if context_tokens is None:
+        return
+    room = context_tokens - (0 if suite.task == "text" else suite.decoding.max_new_tokens)
     long = [
         (item, len(prompt.ids)) for item, prompt in zip(items, prompts, strict=True) if len(prompt.ids) > room
     ]

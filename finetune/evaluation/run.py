@@ -1,9 +1,10 @@
-"""Run one arm of a suite: generate, save as it goes, score, summarise. The same for the untuned and the tuned model."""
+"""Run one arm of a suite: answer, save as it goes, score, summarise. The same for the untuned and the tuned model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.evaluation.generate import Completion, common_prefix, generate
 from finetune.evaluation.items import Item, items_digest, refuse_duplicates
-from finetune.evaluation.prompts import Arm, Prompt, build_prompts
+from finetune.evaluation.measure import check_choices, measure_choices, measure_texts
+from finetune.evaluation.prompts import Arm, Prompt, build_prompts, refuse_too_long
 from finetune.evaluation.records import (
     ArmSummary,
     PartialRecords,
@@ -23,8 +25,8 @@ from finetune.evaluation.records import (
     summary_path,
     write_arm,
 )
-from finetune.evaluation.scoring import check_references, score_records, summarise_arm
-from finetune.evaluation.stopping import StopRule, stop_rule
+from finetune.evaluation.scoring import check_references, rescored, score_records, summarise_arm
+from finetune.evaluation.stopping import stop_rule
 from finetune.evaluation.suite import Suite
 from finetune.telemetry.progress import Progress
 
@@ -41,38 +43,31 @@ def evaluate_arm(
     out_folder: Path,
     key: str,
     adapter_sha256: str | None = None,
+    base_model: Any = None,
 ) -> ArmSummary:
     """Answer every item with one arm and write `<arm>.jsonl` and `<arm>.summary.json` into `out_folder`.
 
     key: digest of the weights, their quantization, the adapter and the compute type. Prompts (with tokenizer, template,
-    system message and examples), decoding and items are added to it here.
-    An arm that is complete under its key is not generated again, only scored again; an interrupted one continues after
-    the answers it has; under another key it starts over. Raises UserError before any generation for an empty suite,
+    system message and examples), decoding and items are added to it here. base_model: the untuned model, only for
+    suites that measure KL against it with a model that carries no adapter.
+    An arm that is complete under its key is not answered again, only scored again; an interrupted one continues after
+    the answers it has; under another key it starts over. Raises UserError before any answer for an empty suite,
     repeated ids, references that cannot be scored, and prompts that do not fit the context.
     """
-    _refuse_unusable(suite, items)
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    context = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot, context_tokens=context)
-    full_key = _arm_key(key, suite, items, prompts, arm)
-    saved = _saved_answers(out_folder, arm, full_key)
-    if saved is None:
-        rule = stop_rule(
-            tokenizer,
-            max_new_tokens=suite.decoding.max_new_tokens,
-            stop_strings=suite.decoding.stop,
-            stop_ids=_stop_ids(tokenizer, inner),
-        )
-        saved = _answer_all(
-            model, items, prompts, rule, arm=arm, batch_size=batch_size, folder=out_folder, key=full_key
-        )
-    records, seconds = score_records(suite, saved[0]), saved[1]
+    job = _prepare(tokenizer, suite, items, arm, few_shot, key)
+    saved = _saved(job, out_folder)
+    if saved is not None:
+        return saved
+    context = _inner(model).config.get_text_config()
+    refuse_too_long(suite, items, job.prompts, getattr(context, "max_position_embeddings", None), arm)
+    records, seconds = _answer_all(job, model, base_model, batch_size=batch_size, folder=out_folder)
+    records = score_records(suite, records)
     summary = summarise_arm(
         suite,
         records,
         arm=arm,
         seconds=seconds,
-        key=full_key,
+        key=job.key,
         items_digest=items_digest(items),
         adapter_sha256=adapter_sha256,
         batch_size=batch_size,
@@ -82,7 +77,39 @@ def evaluate_arm(
     return summary
 
 
-def _refuse_unusable(suite: Suite, items: Sequence[Item]) -> None:
+def saved_arm(
+    tokenizer: Any,
+    suite: Suite,
+    items: Sequence[Item],
+    *,
+    arm: Arm,
+    few_shot: Sequence[Row] | None = None,
+    out_folder: Path,
+    key: str,
+) -> ArmSummary | None:
+    """The summary of an arm that is complete under this key, scored with the suite as it is now; None when answers are
+    missing. Needs no model."""
+    return _saved(_prepare(tokenizer, suite, items, arm, few_shot, key), out_folder)
+
+
+@dataclass(frozen=True)
+class _Job:
+    tokenizer: Any
+    suite: Suite
+    items: Sequence[Item]
+    prompts: Sequence[Prompt]
+    arm: Arm
+    key: str
+
+
+def _prepare(
+    tokenizer: Any,
+    suite: Suite,
+    items: Sequence[Item],
+    arm: Arm,
+    few_shot: Sequence[Row] | None,
+    key: str,
+) -> _Job:
     if not items:
         raise UserError(
             "the suite has no items",
@@ -90,20 +117,90 @@ def _refuse_unusable(suite: Suite, items: Sequence[Item]) -> None:
             fix="check its items section and the dataset's split",
         )
     refuse_duplicates([item.id for item in items], f"suite {suite.name}")
-    check_references(suite, items)
-
-
-def _arm_key(key: str, suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], arm: Arm) -> str:
-    """What the answers depend on. The token ids carry tokenizer and template; scorers have no part in it."""
-    return digest_json(
+    if suite.task == "generate":
+        check_references(suite, items)
+    elif suite.task == "choice":
+        check_choices(suite.name, items)
+    prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot)
+    # The token ids carry tokenizer and template; scorers have no part in what the answers are.
+    full_key = digest_json(
         {
             "model": key,
             "arm": arm,
+            "task": suite.task,
             "decoding": suite.decoding.model_dump(mode="json"),
             "items": items_digest(items),
             "prompts": digest_json([prompt.ids for prompt in prompts]),
         }
     )
+    return _Job(tokenizer, suite, items, prompts, arm, full_key)
+
+
+def _saved(job: _Job, folder: Path) -> ArmSummary | None:
+    if not summary_path(folder, job.arm).is_file():
+        return None
+    summary = read_summary(folder, job.arm)
+    if summary.key != job.key:
+        return None
+    if summary.suite_digest != job.suite.digest:
+        records, summary = rescored(job.suite, read_records(folder, job.arm), summary)
+        write_arm(folder, summary, records)
+    return summary
+
+
+def _answer_all(
+    job: _Job, model: Any, base_model: Any, *, batch_size: int, folder: Path
+) -> tuple[list[Record], float]:
+    items = job.items
+    label = f"evaluate {job.suite.name}, {job.arm}"
+    with (
+        PartialRecords(folder, job.arm, job.key) as partial,
+        Progress(label, len(items), "items") as progress,
+    ):
+        done = dict(partial.done)
+        progress.skip(len(done))
+        todo = [index for index, item in enumerate(items) if item.id not in done]
+        started = time.perf_counter()
+        seconds = partial.seconds_before
+        for completion in _answers(job, todo, model, base_model, batch_size):
+            index = todo[completion.index]
+            record = _record(items[index], job.prompts[index], completion, job.arm)
+            seconds = partial.seconds_before + time.perf_counter() - started
+            partial.add(record, seconds)
+            done[items[index].id] = record
+            progress.advance()
+    return [done[item.id] for item in items], seconds
+
+
+def _answers(
+    job: _Job, todo: Sequence[int], model: Any, base_model: Any, batch_size: int
+) -> Iterator[Completion]:
+    """The completions of the items `todo`; `Completion.index` is a place in `todo`."""
+    prompts, items = [job.prompts[index] for index in todo], [job.items[index] for index in todo]
+    if job.suite.task == "choice":
+        yield from measure_choices(model, job.tokenizer, prompts, items)
+        return
+    if job.suite.task == "text":
+        yield from measure_texts(
+            model,
+            prompts,
+            every_prompt=job.prompts,
+            kl_to_base=job.suite.measures_kl,
+            tuned=job.arm == "tuned",
+            base_model=base_model,
+        )
+        return
+    decoding = job.suite.decoding
+    rule = stop_rule(
+        job.tokenizer,
+        max_new_tokens=decoding.max_new_tokens,
+        stop_strings=decoding.stop,
+        stop_ids=_stop_ids(job.tokenizer, _inner(model)),
+    )
+    # Over all items, not only those left, so that a continued run repeats the arithmetic of an uninterrupted one.
+    prefix = common_prefix([prompt.ids for prompt in job.prompts])
+    ids = [prompt.ids for prompt in prompts]
+    yield from generate(model, ids, rule, batch_size=batch_size, shared_prefix=prefix)
 
 
 def _stop_ids(tokenizer: Any, model: Any) -> set[int]:
@@ -113,53 +210,12 @@ def _stop_ids(tokenizer: Any, model: Any) -> set[int]:
     return ids | ({own} if isinstance(own, int) else set(own or ()))
 
 
-def _saved_answers(folder: Path, arm: Arm, key: str) -> tuple[list[Record], float] | None:
-    """Answers and seconds of a complete arm under this key."""
-    if not summary_path(folder, arm).is_file():
-        return None
-    summary = read_summary(folder, arm)
-    if summary.key != key:
-        return None
-    return read_records(folder, arm), summary.seconds
-
-
-def _answer_all(
-    model: Any,
-    items: Sequence[Item],
-    prompts: Sequence[Prompt],
-    rule: StopRule,
-    *,
-    arm: Arm,
-    batch_size: int,
-    folder: Path,
-    key: str,
-) -> tuple[list[Record], float]:
-    ids = [prompt.ids for prompt in prompts]
-    prefix = common_prefix(ids)
-    with (
-        PartialRecords(folder, arm, key) as partial,
-        Progress(f"evaluate {arm}", len(items), "items") as progress,
-    ):
-        done = dict(partial.done)
-        progress.skip(len(done))
-        todo = [index for index, item in enumerate(items) if item.id not in done]
-        started = time.perf_counter()
-        seconds = partial.seconds_before
-        answers = generate(
-            model, [ids[index] for index in todo], rule, batch_size=batch_size, shared_prefix=prefix
-        )
-        for completion in answers:
-            index = todo[completion.index]
-            record = _record(items[index], prompts[index], completion, arm)
-            seconds = partial.seconds_before + time.perf_counter() - started
-            partial.add(record, seconds)
-            done[items[index].id] = record
-            progress.advance()
-    return [done[item.id] for item in items], seconds
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _record(item: Item, prompt: Prompt, completion: Completion, arm: Arm) -> Record:
-    return {
+    record: Record = {
         "item": item.id,
         "arm": arm,
         "cluster": item.cluster,
@@ -174,3 +230,4 @@ def _record(item: Item, prompt: Prompt, completion: Completion, arm: Arm) -> Rec
         "latency_seconds": round(completion.latency_seconds, 6),
         "scores": {},
     }
+    return record if item.check is None else {**record, "check": item.check}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from finetune.errors import Fault, UserError
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record
+from finetune.evaluation.scorers.registry import Score
 from finetune.evaluation.suite import Suite
 from finetune.stats import mean_interval
 
@@ -21,9 +23,10 @@ _FAULTS_SHOWN = 5
 def check_references(suite: Suite, items: Sequence[Item]) -> None:
     """Refuse items whose reference cannot be scored, before anything is generated; names them all at once."""
     faults = []
+    functions = suite.score_functions()
     for item in items:
         try:
-            score_answer(suite, item.reference, item.reference)
+            _apply(functions, item.reference, item.reference, item.check)
         except (ValueError, UserError) as error:
             faults.append(
                 Fault(str(error), where=f"suite {suite.name}, item {item.id}", fix="mend the reference")
@@ -37,23 +40,29 @@ def check_references(suite: Suite, items: Sequence[Item]) -> None:
         raise UserError(faults)
 
 
-def score_answer(suite: Suite, output: str, reference: str) -> dict[str, float]:
+def score_answer(
+    suite: Suite, output: str, reference: str, check: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """Every metric of the suite for one answer. A score that is no finite number is an error, never a zero."""
-    scores = {}
-    for metric, score in suite.score_functions().items():
-        value = float(score(output, reference))
+    return _apply(suite.score_functions(), output, reference, check)
+
+
+def _apply(
+    functions: Mapping[str, Score], output: str, reference: str, check: Mapping[str, Any] | None
+) -> dict[str, float]:
+    scores = {metric: float(score(output, reference, check)) for metric, score in functions.items()}
+    for metric, value in scores.items():
         if not math.isfinite(value):
-            raise UserError(
-                f"metric '{metric}' gave {value}", where=f"suite {suite.name}", fix="mend the scorer"
-            )
-        scores[metric] = value
+            raise UserError(f"metric '{metric}' gave {value}", fix="mend the scorer")
     return scores
 
 
 def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
     """The records with the suite's scores in place of whatever scores they had."""
+    functions = suite.score_functions()
     return [
-        {**record, "scores": score_answer(suite, record["output"], record["reference"])} for record in records
+        {**record, "scores": _apply(functions, record["output"], record["reference"], record.get("check"))}
+        for record in records
     ]
 
 
@@ -62,6 +71,13 @@ def summarise(
 ) -> dict[str, dict[str, Any]]:
     """Metric -> mean with interval, clustered where records share a cluster. No records: null with n = 0."""
     return {metric: _mean(records, metric, confidence) for metric in metrics}
+
+
+def rescored(suite: Suite, records: Sequence[Record], summary: ArmSummary) -> tuple[list[Record], ArmSummary]:
+    """Saved answers and their summary, scored with the suite as it is now."""
+    scored = score_records(suite, records)
+    metrics = summarise(scored, suite.metrics, confidence=suite.confidence)
+    return scored, replace(summary, metrics=metrics, suite_digest=suite.digest)
 
 
 def summarise_arm(

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
-from finetune.evaluation.scorers.registry import Score, find_scorer, make_scorer
+from finetune.evaluation.scorers.registry import SCORERS, Score, ScorerKind, find_scorer, make_scorer
 from finetune.paths import find_declarative
 from finetune.recipe.schema import Count, Section, Share
 from finetune.recipe.yaml_loader import load_typed
@@ -80,6 +80,11 @@ class Suite(Section):
     role: Literal["task", "regression", "forgetting"] = Field(
         "task", description="`task` should improve; the other two must not get worse than `margin`."
     )
+    task: Literal["generate", "choice", "text"] = Field(
+        "generate",
+        description="`generate` a written answer; `choice`: the likeliest of the item's `check.choices`; `text`: the "
+        "likelihood of the item's reference as a whole.",
+    )
     items: ItemsSection
     zero_shot: ZeroShotSection = Field(default_factory=ZeroShotSection)
     few_shot: FewShotSection | None = Field(None, description="None: the suite has no few-shot arm.")
@@ -104,6 +109,12 @@ class Suite(Section):
             raise ValueError(
                 f"primary_metric: no scorer gives '{self.primary_metric}'; {did_you_mean(self.primary_metric, names)}"
             )
+        for one in self.scoring:
+            kind = SCORERS.get(one.scorer)
+            if kind is not None and kind.task != self.task:
+                raise ValueError(
+                    f"scorers: '{one.scorer}' scores suites with task: {kind.task}, not {self.task}"
+                )
         return self
 
     @property
@@ -114,6 +125,11 @@ class Suite(Section):
     @property
     def metrics(self) -> list[str]:
         return [scorer.name for scorer in self.scoring]
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether a scorer compares the model's distributions with the base's."""
+        return any(one.scorer == "kl_per_token" for one in self.scoring)
 
     def baseline_arms(self, wanted: Sequence[str]) -> list[str]:
         """Which of the wanted untuned arms this suite has; `zero_shot` stands in when none is left."""
@@ -128,6 +144,10 @@ class Suite(Section):
     def items_file(self) -> Path | None:
         """The JSONL of items, when they are a file."""
         return self._path.parent / self.items.jsonl if self.items.jsonl is not None else None
+
+    def scorer_of(self, metric: str) -> ScorerKind:
+        """The scorer behind a metric of this suite."""
+        return find_scorer(next(one.scorer for one in self.scoring if one.name == metric))
 
     def score_functions(self) -> dict[str, Score]:
         """Metric name -> function (output, reference) -> score."""

@@ -13,7 +13,7 @@ from finetune.evaluation.items import Item, items_digest, items_from_rows, refus
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
 
-_KEYS = frozenset({"id", "messages", "reference", "cluster", "tags", "source", "check"})
+_KEYS = frozenset({"id", "messages", "reference", "cluster", "tags", "source", "tools", "check"})
 _REQUIRED = ("id", "messages", "reference")
 
 
@@ -67,7 +67,7 @@ def load_suite_data(
 
 
 def read_items(path: Path) -> list[Item]:
-    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "check"."""
+    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "tools", "check"."""
     items: list[Item] = []
     faults: list[Fault] = []
     for number, line in enumerate(read_jsonl(path), start=1):
@@ -83,6 +83,7 @@ def read_items(path: Path) -> list[Item]:
                 cluster=str(line.get("cluster", line["id"])),
                 source=str(line.get("source", path.stem)),
                 tags=dict(line.get("tags", {})),
+                tools=tuple(line.get("tools", ())),
                 check=line.get("check"),
             )
         )

@@ -10,7 +10,7 @@ from finetune.data.rows import Row
 from finetune.data.tokenise import prompt_ids, tokenise_row
 from finetune.errors import UserError
 from finetune.evaluation.items import Item, item_from_row, items_from_rows
-from finetune.evaluation.prompts import arm_messages, build_prompts, few_shot_examples
+from finetune.evaluation.prompts import arm_messages, build_prompts, few_shot_examples, refuse_too_long
 from finetune.evaluation.suite import Suite
 
 
@@ -85,9 +85,10 @@ def test_a_missing_tag_to_spread_by_is_named(suite: Suite) -> None:
 def test_prompts_longer_than_the_context_name_every_item(suite: Suite, tiny_tokenizer: Any) -> None:
     items = items_from_rows([_row(1), _row(2)])
     tokens = len(prompt_ids(items[0].messages, tiny_tokenizer)[0])
-    build_prompts(suite, items, tiny_tokenizer, arm="tuned", context_tokens=tokens + 12)
+    prompts = build_prompts(suite, items, tiny_tokenizer, arm="tuned")
+    refuse_too_long(suite, items, prompts, tokens + 12, "tuned")
     with pytest.raises(UserError) as caught:
-        build_prompts(suite, items, tiny_tokenizer, arm="tuned", context_tokens=tokens + 11)
+        refuse_too_long(suite, items, prompts, tokens + 11, "tuned")
     assert [fault.where for fault in caught.value.faults] == [
         "suite tiny, arm tuned, item row-1",
         "suite tiny, arm tuned, item row-2",

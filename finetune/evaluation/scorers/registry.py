@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,30 @@ from typing import Any
 
 from finetune.digest import digest_file
 from finetune.errors import UserError, did_you_mean
-from finetune.evaluation.scorers import json_object
+from finetune.evaluation.scorers import checks, json_object, measured, optional, text
 
-Score = Callable[[str, str], float]
+Compare = Callable[[str, str], float]
+Check = Mapping[str, Any] | None
+Score = Callable[[str, str, Check], float]
 _PACKAGE = "finetune.evaluation.scorers"
 
 
 @dataclass(frozen=True)
 class ScorerKind:
-    """A scorer before its parameters are known. `make(**parameters)` gives the function (output, reference) -> score.
+    """A scorer before its parameters are known. `make(**parameters)` gives the function (output, reference) -> score;
+    with `by_item`, `make` gives (output, check) -> score, where the check is the item's own.
 
     Scores lie in [0, 1] and higher is better, unless `higher_is_better` says otherwise.
     """
 
     name: str
-    make: Callable[..., Score]
+    make: Callable[..., Callable[[str, Any], float]]
     summary: str
     module: ModuleType
+    task: str = "generate"
     higher_is_better: bool = True
+    by_item: bool = False
+    per_token: bool = False  # only arms with one tokenizer can be compared by it
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -40,15 +47,25 @@ class ScorerKind:
         return "-".join(digest_file(path)[:16] for path in sorted(_sources(self.module)))
 
 
-def _first_sentence(function: Score) -> str:
-    return (function.__doc__ or "").split(".")[0].strip().replace("\n", " ")
-
-
-def _plain(function: Score) -> ScorerKind:
-    """A scorer without parameters."""
-    module = inspect.getmodule(function)
+def _kind(name: str, make: Callable[..., Any], described: Callable[..., Any], **traits: Any) -> ScorerKind:
+    module = inspect.getmodule(described)
     assert module is not None
-    return ScorerKind(function.__name__, lambda: function, _first_sentence(function), module)
+    summary = (described.__doc__ or "").split(". ")[0].strip().rstrip(".").replace("\n", " ")
+    return ScorerKind(name, make, " ".join(summary.split()), module, **traits)
+
+
+def _plain(function: Compare, **traits: Any) -> ScorerKind:
+    """A scorer without parameters."""
+    return _kind(function.__name__, lambda: function, function, **traits)
+
+
+def _made(make: Callable[..., Compare], **traits: Any) -> ScorerKind:
+    """A scorer with parameters, made by `make_<name>`."""
+    return _kind(make.__name__.removeprefix("make_"), make, make, **traits)
+
+
+def _texts(function: Compare, *, per_token: bool) -> ScorerKind:
+    return _plain(function, task="text", higher_is_better=False, per_token=per_token)
 
 
 SCORERS: dict[str, ScorerKind] = {
@@ -58,6 +75,22 @@ SCORERS: dict[str, ScorerKind] = {
         _plain(json_object.valid_json),
         _plain(json_object.intent_accuracy),
         _plain(json_object.slot_f1),
+        _plain(text.text_match),
+        _plain(text.normalised_match),
+        _made(text.make_contains),
+        _made(text.make_regex),
+        _made(text.make_numeric),
+        _kind("check", lambda: checks.meets, checks.meets, by_item=True),
+        _made(optional.make_chrf),
+        _made(optional.make_bleu),
+        _made(optional.make_rouge),
+        _made(optional.make_json_schema),
+        _plain(measured.choice_accuracy, task="choice"),
+        _plain(measured.choice_accuracy_per_token, task="choice"),
+        _plain(measured.choice_accuracy_per_byte, task="choice"),
+        _texts(measured.nll_per_token, per_token=True),
+        _texts(measured.bits_per_byte, per_token=False),
+        _texts(measured.kl_per_token, per_token=True),
     )
 }
 
@@ -80,9 +113,12 @@ def make_scorer(name: str, parameters: Mapping[str, Any], where: str = "") -> Sc
             fix=did_you_mean(unknown[0], kind.parameters) if kind.parameters else "it takes no parameters",
         )
     try:
-        return kind.make(**parameters)
-    except (TypeError, ValueError) as error:
+        score = kind.make(**parameters)
+    except (TypeError, ValueError, re.error) as error:
         raise UserError(f"scorer '{name}' cannot be made: {error}", where=where) from error
+    if kind.by_item:
+        return lambda output, reference, check: score(output, check or {})
+    return lambda output, reference, check: score(output, reference)
 
 
 def _sources(module: ModuleType, seen: set[Path] | None = None) -> set[Path]:

@@ -1,0 +1,231 @@
+"""`finetune eval run | compare | gate | score | pin`: judge a run again, by hand or in a build server."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune.cli.output import JsonFlag, emit, note
+
+app = typer.Typer(
+    name="eval",
+    help="Paired evaluation against a baseline, and the gate.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+BaselineOption = Annotated[
+    str, typer.Option(help="`base` (the run's untuned model), another run's folder, or a file of records.")
+]
+SuiteOption = Annotated[
+    list[str] | None, typer.Option("--suite", help="Suite by name or path; default: those of the run.")
+]
+InnerFlag = Annotated[
+    bool, typer.Option("--inner", help="Compare the items that both sides have; the others are left out.")
+]
+
+
+class Require(StrEnum):
+    """What the gate asks of a task suite."""
+
+    improvement = "improvement"
+    no_regression = "no-regression"
+
+
+@app.callback()
+def group() -> None:
+    """Paired evaluation against a baseline, and the gate."""
+
+
+@app.command()
+def run(
+    folder: RunArgument,
+    baseline: BaselineOption = "base",
+    suites: SuiteOption = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows decoded together; changes speed, not results.")
+    ] = None,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Also run the base against itself (A/A) for the noise floor.")
+    ] = False,
+    inner: InnerFlag = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Evaluate a finished run against a baseline, item by item. Saved answers are reused. The exit code is the verdict."""
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from finetune.evaluation.compare import combine
+    from finetune.evaluation.screen import comparison_lines, noise_lines
+    from finetune.paths import write_json
+    from finetune.pipeline.reevaluate import FinishedRun, compare_run, measure_noise
+
+    finished = FinishedRun.open(folder, batch_size=batch_size, say=note)
+    chosen = finished.answers.load_suites(suites)
+    floor = measure_noise(finished, chosen) if noise else []
+    results = compare_run(finished, chosen, baseline=baseline, inner=inner)
+    comparison = combine(results) | ({"noise": floor} if noise else {})
+    path = folder / "eval" / f"comparison-{_slug(baseline, suites)}.json"
+    write_json(path, comparison)
+    lines = noise_lines(floor) + [line for result in results for line in comparison_lines(result)]
+    verdict = f"verdict: {comparison['verdict']} (written to {path})"
+    emit({**comparison, "path": str(path)}, "\n".join([*lines, verdict]), as_json=as_json)
+    return int(comparison["exit_code"])
+
+
+def _slug(baseline: str, suites: list[str] | None) -> str:
+    """Part of a file name that tells comparisons of one run apart."""
+    return "-".join([Path(baseline).name.removesuffix(".jsonl"), *(Path(name).stem for name in suites or [])])
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="Baseline: a file of records or a run folder.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The arm: a file of records or a run folder.")],
+    suite: Annotated[
+        str | None, typer.Option(help="Suite by name or path; default: the one B was evaluated on.")
+    ] = None,
+    inner: InnerFlag = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Compare two sets of saved answers, item by item. Nothing is generated. The exit code is the verdict."""
+    from finetune.errors import UserError
+    from finetune.evaluation.compare import compare_saved
+    from finetune.evaluation.saved_arms import find_arm
+    from finetune.evaluation.screen import comparison_lines
+    from finetune.evaluation.suite import load_suite
+
+    name = Path(suite).stem if suite is not None else None
+    arms = find_arm(first, name), find_arm(second, name)
+    summary = arms[1].summary()
+    if suite is None and summary is None:
+        raise UserError(f"{arms[1].path} does not say which suite it answers", fix="add --suite")
+    result = compare_saved(load_suite(suite or summary.suite), *arms, inner=inner)  # type: ignore[union-attr]
+    emit(result, "\n".join(comparison_lines(result)), as_json=as_json)
+    return int(result["exit_code"])
+
+
+@app.command()
+def gate(
+    folder: RunArgument,
+    baseline: BaselineOption = "base",
+    suites: SuiteOption = None,
+    require: Annotated[
+        Require | None,
+        typer.Option(
+            help="Of task suites; default: improvement over `base`, no regression from anything else."
+        ),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a Markdown table here.")] = None,
+    inner: InnerFlag = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Pass or stop, from saved answers. Exit: 0 passed, 10 regressed, 11 inconclusive, 12 no evidence of improvement."""
+    from finetune.evaluation.compare import compare_saved
+    from finetune.evaluation.gate import gate as judge
+    from finetune.evaluation.gate import to_junit, to_markdown
+    from finetune.evaluation.saved_arms import BASE, RunAnswers, find_baseline
+    from finetune.evaluation.screen import gate_lines
+    from finetune.paths import write_atomic
+
+    answers = RunAnswers.open(folder)
+    results = [
+        compare_saved(suite, find_baseline(baseline, answers, suite), answers.tuned(suite.name), inner=inner)
+        for suite in answers.load_suites(suites)
+    ]
+    default = Require.improvement if baseline == BASE else Require.no_regression
+    answer = judge(results, require=(require or default).value)
+    if junit is not None:
+        write_atomic(junit, to_junit(answer))
+    if markdown is not None:
+        write_atomic(markdown, to_markdown(answer, baseline))
+    emit(answer.to_dict(), "\n".join(gate_lines(answer)), as_json=as_json)
+    return int(answer.exit_code)
+
+
+@app.command()
+def score(
+    folder: RunArgument,
+    scorers: Annotated[
+        list[str] | None,
+        typer.Option("--scorer", help="Add a scorer: NAME, or 'NAME:{parameter: value, metric: name}'."),
+    ] = None,
+    suites: SuiteOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Score saved answers again, with the suite as it is now or with more scorers. Nothing is generated."""
+    from finetune.evaluation.compare import compare_records
+    from finetune.evaluation.rescore import parse_scorer, rescore_arm, with_scorers
+    from finetune.evaluation.saved_arms import RunAnswers
+    from finetune.evaluation.screen import comparison_lines
+
+    answers = RunAnswers.open(folder)
+    added = [parse_scorer(text) for text in scorers or []]
+    chosen = answers.load_suites(suites)
+    wider = [with_scorers(suite, added) for suite in chosen]
+    for suite in chosen:
+        for saved in answers.saved(suite.name):
+            rescore_arm(suite, saved, added)
+    results = [
+        compare_records(suite, answers.base(suite).records(), answers.tuned(suite.name).records())
+        for suite in wider
+    ]
+    lines = [line for result in results for line in comparison_lines(result)]
+    emit({"suites": results}, "\n".join(lines), as_json=as_json)
+
+
+@app.command()
+def pin(
+    folder: RunArgument,
+    suites: SuiteOption = None,
+    to: Annotated[Path, typer.Option(help="Folder of the regressions files.")] = Path("eval/regressions"),
+    limit: Annotated[int | None, typer.Option(min=1, help="Add at most this many items a suite.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Pin the items that a run got right: later runs must keep them right."""
+    from finetune.evaluation.pin import pin_items
+    from finetune.evaluation.saved_arms import RunAnswers
+    from finetune.evaluation.suite_data import load_suite_data
+
+    answers = RunAnswers.open(folder)
+    pinned = [
+        pin_items(
+            suite,
+            load_suite_data(suite).items,
+            answers.tuned(suite.name).records(),
+            folder=to,
+            limit=limit,
+        )
+        for suite in answers.load_suites(suites)
+    ]
+    lines = [
+        f"{one.path}: {one.added} added, {one.total} pinned; evaluate them with --suite {one.suite_path}"
+        for one in pinned
+    ]
+    payload = [
+        {"path": str(one.path), "added": one.added, "total": one.total, "suite": str(one.suite_path)}
+        for one in pinned
+    ]
+    emit({"pinned": payload}, "\n".join(lines), as_json=as_json)
+
+
+@app.command()
+def scorers(as_json: JsonFlag = False) -> None:
+    """List the scorers that a suite can name, with their parameters."""
+    from finetune.evaluation.scorers.registry import SCORERS
+
+    listed = {
+        kind.name: {"task": kind.task, "parameters": list(kind.parameters), "summary": kind.summary}
+        for kind in SCORERS.values()
+    }
+    width = max(map(len, listed))
+    lines = [
+        f"{name:<{width}}  {one['summary']}"
+        + (f" (parameters: {', '.join(one['parameters'])})" if one["parameters"] else "")
+        for name, one in listed.items()
+    ]
+    emit({"scorers": listed}, "\n".join(lines), as_json=as_json)

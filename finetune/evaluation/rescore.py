@@ -1,0 +1,61 @@
+"""Saved answers are data: score them again, or with one more scorer, without generating anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from finetune.errors import UserError
+from finetune.evaluation.records import ArmSummary, write_arm
+from finetune.evaluation.saved_arms import SavedArm
+from finetune.evaluation.scoring import rescored
+from finetune.evaluation.suite import ScorerSection, Suite
+
+
+def parse_scorer(text: str) -> ScorerSection:
+    """'regex' or 'regex:{pattern: "^A", metric: starts_with_a}' -> one scorer of a suite.
+
+    What follows the colon is a YAML mapping of the scorer's parameters; `metric` names the metric.
+    """
+    name, _, given = text.partition(":")
+    try:
+        parameters = YAML(typ="safe").load(given) if given.strip() else {}
+    except YAMLError as error:
+        raise UserError(f"'{given}' is not a YAML mapping: {error}", where="--scorer") from None
+    if not isinstance(parameters, dict):
+        raise UserError(
+            f"'{given}' is not a mapping",
+            where="--scorer",
+            fix="write parameters as in --scorer 'numeric:{tolerance: 0.1}'",
+        )
+    metric = parameters.pop("metric", None)
+    return ScorerSection(scorer=name.strip(), metric=metric, parameters=parameters)
+
+
+def with_scorers(suite: Suite, added: Sequence[ScorerSection]) -> Suite:
+    """The suite with more metrics; a metric of the same name is replaced."""
+    names = {one.name for one in added}
+    kept = [one for one in suite.scoring if one.name not in names]
+    changed = suite.model_copy(update={"scorers": [*kept, *added]})
+    changed.score_functions()  # unknown scorers and parameters are found before any file is touched
+    return changed
+
+
+def rescore_arm(suite: Suite, saved: SavedArm, added: Sequence[ScorerSection] = ()) -> ArmSummary:
+    """Score the saved answers of one arm with the suite as it is now and `added` scorers, and write them again.
+
+    The summary keeps the digest of the suite itself: metrics added by hand do not change what was asked.
+    Raises UserError when the answers were not evaluated here (no summary).
+    """
+    summary = saved.summary()
+    if summary is None:
+        raise UserError(
+            f"{saved.path} has no summary beside it", fix="evaluate the arm with finetune eval run"
+        )
+    records, summary = rescored(with_scorers(suite, added), saved.records(), summary)
+    summary = replace(summary, suite_digest=suite.digest)
+    write_arm(saved.folder, summary, records)
+    return summary

@@ -1,0 +1,133 @@
+"""Saved answers by the name a user gives them: `base`, a run folder, or a file of records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from finetune.errors import UserError, did_you_mean
+from finetune.evaluation.records import ArmSummary, Record, read_summary, records_path, summary_path
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.paths import read_jsonl
+
+BASE = "base"
+TUNED = "tuned"
+
+
+@dataclass(frozen=True)
+class SavedArm:
+    """One arm on disk: `<folder>/<arm>.jsonl`, and its summary where it was evaluated here."""
+
+    folder: Path
+    arm: str
+
+    @property
+    def path(self) -> Path:
+        return records_path(self.folder, self.arm)
+
+    def records(self) -> list[Record]:
+        """Raises UserError when the file is missing or empty."""
+        if not self.path.is_file():
+            raise UserError(
+                f"no saved answers: {self.path}", fix="evaluate that arm first: finetune eval run RUN"
+            )
+        found = read_jsonl(self.path)
+        if not found:
+            raise UserError(f"{self.path} holds no answers", fix="evaluate that arm again")
+        return found
+
+    def summary(self) -> ArmSummary | None:
+        """None for records from elsewhere."""
+        return read_summary(self.folder, self.arm) if summary_path(self.folder, self.arm).is_file() else None
+
+
+@dataclass(frozen=True)
+class RunAnswers:
+    """The answers in a run folder, and what its recipe says about them."""
+
+    folder: Path
+    recipe: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> RunAnswers:
+        """Raises UserError when `folder` is not a run folder."""
+        path = folder / "recipe.resolved.yaml"
+        if not path.is_file():
+            raise UserError(
+                f"{folder} is not a run folder: it holds no {path.name}",
+                fix="name the folder that `finetune run` printed, e.g. runs/home_intents_lora-1a2b3c4d",
+            )
+        return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+
+    @property
+    def suite_names(self) -> list[str]:
+        """Suites with an answer of the tuned model, the recipe's order first."""
+        evaluated = sorted(path.parent.name for path in (self.folder / "eval").glob(f"*/{TUNED}.jsonl"))
+        named = [Path(name).stem for name in self.recipe["eval"]["suites"]]
+        return [name for name in named if name in evaluated] + [
+            name for name in evaluated if name not in named
+        ]
+
+    def load_suites(self, names: Sequence[str] | None = None) -> list[Suite]:
+        """The suites that this run was evaluated on, as they are now; or those given by name or path."""
+        if names:
+            return [load_suite(name) for name in names]
+        found = {Path(name).stem: name for name in self.recipe["eval"]["suites"]}
+        suites = [load_suite(found.get(name, name), relative_to=self.folder) for name in self.suite_names]
+        if not suites:
+            raise UserError(f"{self.folder} holds no answers of the tuned model", fix="finish the run first")
+        return suites
+
+    def tuned(self, suite: str) -> SavedArm:
+        return SavedArm(self.folder / "eval" / suite, TUNED)
+
+    def saved(self, suite: str) -> list[SavedArm]:
+        """Every arm of a suite that is complete in this folder, untuned ones first."""
+        folders = [self.folder / "baseline" / suite, self.folder / "eval" / suite]
+        return [
+            SavedArm(folder, path.name.removesuffix(".summary.json"))
+            for folder in folders
+            for path in sorted(folder.glob("*.summary.json"))
+        ]
+
+    def base(self, suite: Suite) -> SavedArm:
+        """The untuned arm that the recipe compares with; zero-shot where the suite has no few-shot arm."""
+        arm = suite.baseline_arms([self.recipe["eval"]["against"]])[0]
+        return SavedArm(self.folder / "baseline" / suite.name, arm)
+
+
+def find_baseline(name: str, run: RunAnswers, suite: Suite) -> SavedArm:
+    """`base` (the run's own untuned model), another run's folder (its tuned model), or a file of records."""
+    if name == BASE:
+        return run.base(suite)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return RunAnswers.open(path).tuned(suite.name)
+    if path.is_file():
+        return SavedArm(path.parent, path.stem)
+    near = did_you_mean(name, [BASE]) if len(name) < 8 else ""
+    raise UserError(
+        f"no such baseline: '{name}'",
+        where="--baseline",
+        fix=near or "`base`, a run folder, or a file of records",
+    )
+
+
+def find_arm(name: str, suite: str | None) -> SavedArm:
+    """A file of records, or a run folder with the suite whose tuned answers are meant."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return SavedArm(path.parent, path.stem)
+    if not path.is_dir():
+        raise UserError(f"no such file or run folder: '{name}'", fix="name a file of records or a run folder")
+    run = RunAnswers.open(path)
+    names = run.suite_names
+    if suite is None and len(names) != 1:
+        raise UserError(
+            f"{path} was evaluated on {len(names)} suites", fix=f"add --suite: {', '.join(names)}"
+        )
+    return run.tuned(suite or names[0])

@@ -1,0 +1,58 @@
+"""Comparisons as a few lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
+
+
+def comparison_lines(result: Mapping[str, Any]) -> list[str]:
+    """One suite: every metric with both means and the difference, then the verdict and what the items cannot show."""
+    lines = [f"{result['suite']} ({result['role']}), against {result['against']}"]
+    width = max(len(one["metric"]) for one in result["comparisons"])
+    for one in result["comparisons"]:
+        primary = one["metric"] == result["primary_metric"]
+        lines.append(
+            f"  {'*' if primary else ' '} {one['metric']:<{width}}  {_means(one)}  {describe_difference(one)}"
+        )
+    decisive = next(one for one in result["comparisons"] if one["metric"] == result["primary_metric"])
+    if decisive.get("fixed") is not None:
+        lines.append(
+            f"  {decisive['fixed']} fixed, {decisive['broken']} broken, {decisive['both_right']} both right, "
+            f"{decisive['both_wrong']} both wrong ({decisive['test']}, p = {decisive['p_value']:.3g})"
+        )
+    lines.append(f"  verdict: {result['verdict']}")
+    if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
+        lines.append(f"  {decisive['limits']}")
+    lines += [f"  note: {note}" for note in [*result.get("notes", []), *decisive.get("notes", [])]]
+    return lines
+
+
+def gate_lines(answer: GateAnswer) -> list[str]:
+    """One line a suite, and the outcome."""
+    width = max(len(row.suite) for row in answer.rows)
+    lines = [f"{row.outcome:<12}  {row.suite:<{width}}  {row.message}" for row in answer.rows]
+    return [
+        *lines,
+        f"gate: {answer.outcome} (every suite must pass; that needs no correction for their number)",
+    ]
+
+
+def noise_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The A/A run of every suite."""
+    return [
+        f"{one['suite']}: base against base, {one['answers_changed']} of {one['n']} answers changed, "
+        f"{one['scores_flipped']} scores of {one['metric']} flipped "
+        f"(noise floor {one['flip_rate']:.1%}, at most {one['high']:.1%})"
+        for one in results
+    ]
+
+
+def _means(one: Mapping[str, Any]) -> str:
+    if one["mean_a"] is None:
+        return "—"
+    if is_share(one):
+        return f"{one['mean_a']:6.1%} → {one['mean_b']:6.1%}"
+    return f"{one['mean_a']:.4g} → {one['mean_b']:.4g}"

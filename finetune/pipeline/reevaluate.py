@@ -1,0 +1,144 @@
+"""Evaluate a finished run again: on other suites, against another baseline, or base against base for the noise floor.
+
+Answers that are saved under the same key are not generated again, so an unchanged run costs nothing and loads no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.digest import digest_json
+from finetune.errors import UserError
+from finetune.evaluation.canary import adapter_sha256, canary_differs
+from finetune.evaluation.compare import compare_saved
+from finetune.evaluation.noise import flip_rate
+from finetune.evaluation.prompts import Arm, build_prompts
+from finetune.evaluation.run import evaluate_arm, saved_arm
+from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
+from finetune.evaluation.suite import Suite
+from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.model.load import load_model, load_tokenizer
+from finetune.pipeline.inputs import gather_inputs
+from finetune.pipeline.manifest import RunManifest
+from finetune.pipeline.stages import RunContext, load_tuned
+
+_CANARY_PROMPTS = 2
+
+
+@dataclass
+class FinishedRun:
+    """A run folder whose training is complete. Models are loaded when an answer is missing, and then once."""
+
+    context: RunContext
+    answers: RunAnswers
+    batch_size: int
+    _loaded: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, *, batch_size: int | None = None, say: Callable[[str], None]) -> FinishedRun:
+        """Raises UserError when `folder` is no run folder, or its training is not complete."""
+        answers = RunAnswers.open(folder)
+        inputs = gather_inputs(str(folder / "recipe.resolved.yaml"))
+        manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
+        if not manifest.stages.get("train", {}).get("completed"):
+            raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
+        context = RunContext(inputs, manifest, say, load_tokenizer(inputs.source))
+        return cls(context, answers, batch_size or inputs.recipe.eval.batch_size)
+
+    def data_of(self, suite: Suite) -> SuiteData:
+        inputs = self.context.inputs
+        return load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
+
+    def answer(self, data: SuiteData, saved: SavedArm, *, batch_size: int | None = None) -> SavedArm:
+        """Make sure that an arm of this run is answered in full; generates only what is missing."""
+        adapter = self._adapter_sha256() if saved.arm == "tuned" else None
+        key, arm = self._key(tuned=saved.arm == "tuned"), _arm(saved.arm)
+        options: dict[str, Any] = {
+            "arm": arm,
+            "few_shot": data.few_shot_rows,
+            "out_folder": saved.folder,
+            "key": key,
+        }
+        if saved_arm(self.context.tokenizer, data.suite, data.items, **options) is None:
+            self.context.say(f"evaluate: {data.suite.name}, {len(data.items)} items, {saved.arm}")
+            evaluate_arm(
+                self._model(data) if saved.arm == "tuned" else self._base(),
+                self.context.tokenizer,
+                data.suite,
+                data.items,
+                batch_size=batch_size or self.batch_size,
+                adapter_sha256=adapter,
+                **options,
+            )
+        return saved
+
+    def _key(self, *, tuned: bool) -> str:
+        """The keys of `finetune run`, so that its answers are found."""
+        dtype = self.context.inputs.recipe.eval.dtype
+        if tuned:
+            return digest_json({"trained": self.context.manifest.output_digest("train"), "dtype": dtype})
+        return digest_json({"model": self.context.inputs.source.digest, "dtype": dtype})
+
+    def _adapter_sha256(self) -> str | None:
+        adapter = self.context.folder / "adapter"
+        return adapter_sha256(adapter) if self.context.inputs.recipe.adapter.kind != "none" else None
+
+    def _model(self, data: SuiteData) -> Any:
+        if "tuned" not in self._loaded:
+            model, _ = load_tuned(self.context)
+            if self.context.inputs.recipe.adapter.kind != "none":
+                prompts = build_prompts(
+                    data.suite, data.items[:_CANARY_PROMPTS], self.context.tokenizer, arm="tuned"
+                )
+                canary_differs(model, [prompt.ids for prompt in prompts])
+            self._loaded = {"tuned": model}
+        return self._loaded["tuned"]
+
+    def _base(self) -> Any:
+        if "base" not in self._loaded:
+            recipe = self.context.inputs.recipe
+            self._loaded = {
+                "base": load_model(self.context.inputs.source, dtype=recipe.eval.dtype, attention="sdpa")
+            }
+        return self._loaded["base"]
+
+
+def compare_run(
+    run: FinishedRun, suites: Sequence[Suite], *, baseline: str = BASE, inner: bool = False
+) -> list[dict[str, Any]]:
+    """One comparison a suite, of the run's tuned model against the baseline; missing answers are generated."""
+    every = [run.data_of(suite) for suite in suites]
+    arms = {data.suite.name: find_baseline(baseline, run.answers, data.suite) for data in every}
+    if baseline == BASE:  # all answers of one model first, so that two models are never in memory together
+        for data in every:
+            run.answer(data, arms[data.suite.name])
+    for data in every:
+        run.answer(data, run.answers.tuned(data.suite.name))
+    return [
+        compare_saved(data.suite, arms[data.suite.name], run.answers.tuned(data.suite.name), inner=inner)
+        for data in every
+    ]
+
+
+def measure_noise(run: FinishedRun, suites: Sequence[Suite]) -> list[dict[str, Any]]:
+    """Answer every suite with the base a second time, in other batches, and count what changed."""
+    results = []
+    for suite in suites:
+        data = run.data_of(suite)
+        first = run.answer(data, run.answers.base(suite))
+        again = SavedArm(first.folder / "again", first.arm)
+        run.answer(data, again, batch_size=max(1, run.batch_size // 2 - 1))
+        results.append(
+            {"suite": suite.name, **flip_rate(first.records(), again.records(), suite.primary_metric)}
+        )
+    return results
+
+
+def _arm(name: str) -> Arm:
+    for arm in ("zero_shot", "few_shot", "tuned"):
+        if name == arm:
+            return arm
+    raise UserError(f"'{name}' is no arm that can be generated", fix="zero_shot, few_shot or tuned")

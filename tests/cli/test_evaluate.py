@@ -1,0 +1,283 @@
+"""`finetune eval …`, as a user and a build server call it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from finetune.cli.evaluate import app
+from finetune.errors import ExitCode, UserError
+from finetune.evaluation.items import items_digest
+from finetune.evaluation.records import read_summary, write_arm
+from finetune.evaluation.scoring import score_records, summarise_arm
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.suite_data import load_suite_data, read_items
+from finetune.paths import read_json, read_jsonl, write_jsonl
+
+SUITE = """\
+suite: 1
+name: NAME
+role: ROLE
+items: {jsonl: NAME.jsonl}
+scorers: [exact_match, valid_json, intent_accuracy]
+primary_metric: exact_match
+margin: 0.1
+"""
+RECIPE = """\
+recipe: 1
+name: mine
+model: {id: base}
+data: {spec: mine}
+eval: {suites: [SUITES], baselines: [zero_shot], against: zero_shot}
+"""
+
+
+def call(*arguments: str | Path) -> Result:
+    """As `finetune` calls it: the command's return value is the exit code."""
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False, standalone_mode=False
+    )
+    result.exit_code = result.exit_code or result.return_value or 0
+    return result
+
+
+def make_suite(folder: Path, name: str = "task", role: str = "task", n: int = 60) -> Suite:
+    folder.mkdir(exist_ok=True)
+    lines = [
+        {
+            "id": f"{name}-{index}",
+            "messages": [{"role": "user", "content": f"q{index}"}],
+            "reference": f'{{"intent":"A","n":{index}}}',
+            "tags": {"kind": "odd" if index % 2 else "even"},
+        }
+        for index in range(n)
+    ]
+    write_jsonl(folder / f"{name}.jsonl", lines)
+    (folder / f"{name}.yaml").write_text(SUITE.replace("NAME", name).replace("ROLE", role))
+    return load_suite(folder / f"{name}.yaml")
+
+
+def save_answers(folder: Path, suite: Suite, arm: str, right: Sequence[bool]) -> None:
+    items = load_suite_data(suite).items
+    records = [
+        {
+            "item": item.id, "arm": arm, "cluster": item.cluster, "source": item.source, "tags": item.tags,
+            "prompt": "p", "reference": item.reference, "output": item.reference if good else "no",
+            "prompt_tokens": 5, "output_tokens": 3, "finish_reason": "stop", "latency_seconds": 0.1, "scores": {},
+        }
+        for item, good in zip(items, right, strict=True)
+    ]  # fmt: skip
+    records = score_records(suite, records)
+    summary = summarise_arm(
+        suite, records, arm=arm, seconds=1.0, key="k", items_digest=items_digest(items), adapter_sha256=None,
+        batch_size=8, template_sha256="t" * 64,
+    )  # fmt: skip
+    write_arm(folder, summary, records)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Any:
+    def make(name: str, answers: dict[str, tuple[list[bool], list[bool]]], suites: Sequence[Suite]) -> Path:
+        run = tmp_path / name
+        run.mkdir()
+        paths = ", ".join(str(suite.path) for suite in suites)
+        (run / "recipe.resolved.yaml").write_text(RECIPE.replace("SUITES", paths))
+        for suite in suites:
+            before, after = answers[suite.name]
+            save_answers(run / "baseline" / suite.name, suite, "zero_shot", before)
+            save_answers(run / "eval" / suite.name, suite, "tuned", after)
+        return run
+
+    return make
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return make_suite(tmp_path / "eval")
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Suite:
+    return make_suite(tmp_path / "eval", "guard", "regression")
+
+
+ALL, NONE = [True] * 60, [False] * 60
+MOST = [index % 10 != 0 for index in range(60)]  # six wrong
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "word"),
+    [
+        (NONE, MOST, ExitCode.DONE, "pass"),
+        (MOST, NONE, ExitCode.REGRESSED, "regressed"),
+        (MOST, MOST, ExitCode.NO_EVIDENCE, "no-evidence"),
+        (ALL, [index > 4 for index in range(60)], ExitCode.REGRESSED, "regressed"),
+        (ALL, [index > 2 for index in range(60)], ExitCode.INCONCLUSIVE, "inconclusive"),
+    ],
+)
+def test_the_gate_answers_with_its_exit_code(
+    make_run: Any, suite: Suite, before: list[bool], after: list[bool], code: ExitCode, word: str
+) -> None:
+    result = call("gate", make_run("run", {"task": (before, after)}, [suite]))
+    assert result.exit_code == code
+    assert f"gate: {word}" in result.stdout
+
+
+def test_a_guarding_suite_must_only_not_get_worse(make_run: Any, suite: Suite, guard: Suite) -> None:
+    kept = make_run("kept", {"task": (NONE, ALL), "guard": (MOST, MOST)}, [suite, guard])
+    assert call("gate", kept).exit_code == ExitCode.DONE
+    lost = make_run("lost", {"task": (NONE, ALL), "guard": (ALL, NONE)}, [suite, guard])
+    result = call("gate", lost, "--json")
+    assert result.exit_code == ExitCode.REGRESSED
+    answer = json.loads(result.stdout)
+    assert answer["outcome"] == "regressed"
+    assert {row["suite"]: row["outcome"] for row in answer["suites"]} == {
+        "task": "pass",
+        "guard": "regressed",
+    }
+
+
+def test_a_past_run_is_a_baseline_that_must_not_be_lost_to(make_run: Any, suite: Suite) -> None:
+    past = make_run("past", {"task": (NONE, MOST)}, [suite])
+    same = make_run("same", {"task": (NONE, MOST)}, [suite])
+    assert call("gate", same, "--baseline", past).exit_code == ExitCode.DONE
+    assert (
+        call("gate", same, "--baseline", past, "--require", "improvement").exit_code == ExitCode.NO_EVIDENCE
+    )
+    worse = make_run("worse", {"task": (NONE, NONE)}, [suite])
+    assert call("gate", worse, "--baseline", past).exit_code == ExitCode.REGRESSED
+    records = past / "eval" / "task" / "tuned.jsonl"
+    assert call("gate", worse, "--baseline", records).exit_code == ExitCode.REGRESSED
+
+
+def test_the_gate_writes_junit_and_markdown(
+    make_run: Any, suite: Suite, guard: Suite, tmp_path: Path
+) -> None:
+    run = make_run("run", {"task": (MOST, MOST), "guard": (ALL, NONE)}, [suite, guard])
+    call("gate", run, "--junit", tmp_path / "gate.xml", "--markdown", tmp_path / "gate.md")
+    group = ElementTree.parse(tmp_path / "gate.xml").getroot()[0]
+    assert (group.get("tests"), group.get("failures"), group.get("errors")) == ("2", "2", "0")
+    assert [case.get("classname") for case in group] == ["eval.task", "eval.guard"]
+    assert [case[0].get("type") for case in group] == ["no-evidence", "regressed"]
+    table = (tmp_path / "gate.md").read_text()
+    assert "**Evaluation gate: regressed** (against base)" in table
+    assert "| guard | regression | exact_match | -100 points [" in table
+
+
+def test_nothing_answered_never_passes(make_run: Any, suite: Suite, tmp_path: Path) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    for path in (run / "baseline" / "task" / "zero_shot.jsonl", run / "eval" / "task" / "tuned.jsonl"):
+        path.write_text("")
+    with pytest.raises(UserError, match="holds no answers"):
+        call("gate", run)
+    with pytest.raises(UserError, match="is not a run folder"):
+        call("gate", tmp_path)
+    (run / "eval" / "task" / "tuned.jsonl").unlink()
+    with pytest.raises(UserError, match="no answers of the tuned model"):
+        call("gate", run)
+
+
+def test_compare_takes_files_and_run_folders(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    base = run / "baseline" / "task" / "zero_shot.jsonl"
+    result = call("compare", base, run, "--suite", suite.path, "--json")
+    assert result.exit_code == ExitCode.DONE
+    assert json.loads(result.stdout)["comparisons"][0]["fixed"] == 60
+    assert call("compare", run, base, "--suite", suite.path).exit_code == ExitCode.REGRESSED
+    assert "60 fixed, 0 broken" in call("compare", base, run, "--suite", suite.path).stdout
+
+
+def test_compare_refuses_items_on_one_side_unless_inner(make_run: Any, suite: Suite, tmp_path: Path) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    half = tmp_path / "half.jsonl"
+    write_jsonl(half, read_jsonl(run / "baseline" / "task" / "zero_shot.jsonl")[:30])
+    with pytest.raises(UserError, match="30 only in the arm"):
+        call("compare", half, run, "--suite", suite.path)
+    result = call("compare", half, run, "--suite", suite.path, "--inner", "--json")
+    assert json.loads(result.stdout)["comparisons"][0]["n"] == 30
+    with pytest.raises(UserError, match="no such file or run folder"):
+        call("compare", tmp_path / "gone", run)
+
+
+def test_score_adds_a_metric_to_saved_answers(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, MOST)}, [suite])
+    result = call("score", run, "--scorer", 'regex:{pattern: "^no$", metric: says_no}', "--json")
+    assert result.exit_code == ExitCode.DONE
+    found = {one["metric"]: one for one in json.loads(result.stdout)["suites"][0]["comparisons"]}
+    assert found["says_no"]["mean_a"] == 1.0
+    assert found["says_no"]["mean_b"] == pytest.approx(0.1)
+    assert read_summary(run / "eval" / "task", "tuned").metrics["says_no"]["n"] == 60
+    assert call("gate", run).exit_code == ExitCode.DONE  # the suite itself has not changed
+    assert set(read_jsonl(run / "eval" / "task" / "tuned.jsonl")[0]["scores"]) == {*suite.metrics, "says_no"}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ("regx", "did you mean 'regex'"),
+        ("regex", "cannot be made"),
+        ("regex:{pattern: '('}", "cannot be made"),
+        ("regex:{patern: a}", "did you mean 'pattern'"),
+        ("regex:[1]", "is not a mapping"),
+    ],
+)
+def test_an_impossible_scorer_changes_no_file(make_run: Any, suite: Suite, scorer: str, message: str) -> None:
+    run = make_run("run", {"task": (NONE, MOST)}, [suite])
+    before = (run / "eval" / "task" / "tuned.jsonl").read_bytes()
+    with pytest.raises(UserError, match=message):
+        call("score", run, "--scorer", scorer)
+    assert (run / "eval" / "task" / "tuned.jsonl").read_bytes() == before
+
+
+def test_a_changed_suite_is_scored_again_without_new_answers(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, MOST)}, [suite])
+    suite.path.write_text(suite.path.read_text().replace("intent_accuracy]", "slot_f1]"))
+    with pytest.raises(UserError, match="has changed since both arms ran"):
+        call("gate", run)
+    call("score", run)
+    assert call("gate", run).exit_code == ExitCode.DONE
+
+
+def test_pinned_items_become_a_regression_suite(make_run: Any, suite: Suite, tmp_path: Path) -> None:
+    run = make_run("run", {"task": (NONE, [index < 5 for index in range(60)])}, [suite])
+    regressions = tmp_path / "regressions"
+    call("pin", run, "--to", regressions, "--limit", "3")
+    assert [item.id for item in read_items(regressions / "task.jsonl")] == ["task-0", "task-1", "task-2"]
+    result = call("pin", run, "--to", regressions, "--json")
+    assert json.loads(result.stdout)["pinned"][0] | {"path": "", "suite": ""} == {
+        "path": "", "added": 2, "total": 5, "suite": "",
+    }  # fmt: skip
+    pinned = load_suite(regressions / "task.yaml")
+    assert pinned.role == "regression"
+    assert len(load_suite_data(pinned).items) == 5
+    assert pinned.primary_metric == "exact_match"
+
+
+def test_nothing_right_is_nothing_to_pin(make_run: Any, suite: Suite, tmp_path: Path) -> None:
+    run = make_run("run", {"task": (NONE, NONE)}, [suite])
+    with pytest.raises(UserError, match="nothing to pin"):
+        call("pin", run, "--to", tmp_path / "regressions")
+    assert not (tmp_path / "regressions").exists()
+
+
+def test_an_unknown_baseline_is_a_user_error(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    with pytest.raises(UserError, match="did you mean 'base'"):
+        call("gate", run, "--baseline", "bse")
+
+
+def test_scorers_are_listed() -> None:
+    listed = json.loads(call("scorers", "--json").stdout)["scorers"]
+    assert listed["regex"]["parameters"] == ["pattern", "full", "ignore_case"]
+    assert all(one["summary"] for one in listed.values())
+
+
+def test_json_files_of_a_run_hold_no_nan(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    assert read_json(run / "eval" / "task" / "tuned.summary.json")["n"] == 60
