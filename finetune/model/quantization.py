@@ -134,3 +134,29 @@ def dequantised_weight(module: nn.Module) -> torch.Tensor:
         return decoded
     result: torch.Tensor = weight.detach().clone()
     return result
+
+
+def dequantised_state(model: Any, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The base's parameters by their original names, quantized layers decoded exactly, adapters left out.
+
+    This is what an adapter trained on a quantized base has to be merged into: the weights it was trained on. `dtype`
+    casts the result. Tied tensors appear once.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    quantized = {
+        name: module
+        for name, module in base.named_modules()
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+    }
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        tensor = (
+            dequantised_weight(quantized[owner])
+            if leaf == "weight" and owner in quantized
+            else parameter.detach()
+        )
+        state[name.replace(".base_layer.", ".")] = tensor.to(dtype) if dtype is not None else tensor
+    return state

@@ -1,0 +1,244 @@
+"""Adapters on disk: written whole or not at all, read strictly.
+
+PEFT loads what fits and stays silent or warns about the rest: with a renamed prefix the "tuned" model is the base, with
+a missing `lora_alpha` the update is scaled by a default. Here every tensor must be there, have its place and its shape.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.digest import digest_file, digest_json
+from finetune.errors import UserError
+from finetune.model.adapters import refuse_second_adapter, trainables_to_fp32
+from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config
+from finetune.paths import disk_faults, read_json, write_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ORIGIN_FILE = "base_model.json"  # which base the adapter was trained on, by content; PEFT ignores it
+# Where the adapter was made says nothing about what it computes.
+_PLACE_KEYS = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "embed_out.weight")
+
+
+def save_adapter(
+    model: Any, folder: Path, *, tokenizer: Any | None = None, source: ModelSource | None = None
+) -> None:
+    """Write the adapter of a PeftModel in PEFT's own format; the folder appears complete or not at all.
+
+    The embedding is saved along when the vocabulary was resized after loading, and also when the base cannot be
+    consulted (a model built in memory): without its new rows such an adapter could never be used again. With `source`
+    the base's digest is noted. Lists in the configuration are sorted, so that equal adapters are equal bytes.
+    """
+    with disk_faults(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.part-"))
+        try:
+            model.save_pretrained(
+                str(part), safe_serialization=True, save_embedding_layers=_was_resized(model, source)
+            )
+            _sort_configuration(part / ADAPTER_CONFIG)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(part))
+            if source is not None:
+                rows = int(model.get_input_embeddings().weight.shape[0])
+                write_json(
+                    part / ORIGIN_FILE,
+                    {
+                        "id": source.id,
+                        "revision": source.revision,
+                        "digest": source.digest,
+                        "embedding_rows": rows,
+                    },
+                )
+            part.chmod(0o755)
+            _replace(folder, part)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+def _replace(folder: Path, part: Path) -> None:
+    """Put `part` in the place of `folder`; whatever was there is only deleted afterwards."""
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.old-"))
+        folder.rename(old / folder.name)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        part.rename(folder)
+
+
+def load_adapter(
+    model: Any, folder: Path, *, source: ModelSource | None = None, trainable: bool = False
+) -> Any:
+    """Put a saved adapter on `model` (changed in place) and return the PeftModel; refuse whatever does not fit exactly.
+
+    Raises UserError when the folder is no adapter, holds pickle, lacks `lora_alpha` or `r`, has missing, unexpected
+    or misshapen tensors (counted), or was trained on another base (`source` is the base at hand); `model` is then as
+    it was. An adapter that carries a larger embedding resizes the model first. `trainable` continues its training.
+    """
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    configuration = read_adapter_config(folder)
+    _check_base(folder, source)
+    tensors = load_file(str(folder / ADAPTER_WEIGHTS))
+    embeddings = {key: tensor for key, tensor in tensors.items() if key.endswith(_EMBEDDINGS)}
+    config = LoraConfig.from_pretrained(str(folder))
+    config.inference_mode = not trainable
+    refuse_second_adapter(model)
+    needed_gradient = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            wrapped = get_peft_model(model, config)
+    except ValueError as error:
+        _unwrap(model, needed_gradient)
+        raise UserError(
+            f"no module of the base matches the adapter's targets {sorted(configuration['target_modules'])}",
+            where=str(folder),
+            why="the adapter was trained on another architecture",
+            fix="load the base model that the adapter names",
+        ) from error
+    try:
+        _check_tensors(wrapped, tensors, folder)
+    except UserError:
+        wrapped.unload()
+        _unwrap(model, needed_gradient)
+        raise
+    n_rows = next(iter(embeddings.values())).shape[0] if embeddings else None
+    if n_rows is not None and n_rows != model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(n_rows, mean_resizing=False)  # filled from the adapter right below
+    set_peft_model_state_dict(wrapped, tensors)
+    trainables_to_fp32(wrapped)
+    wrapped.eval()
+    return wrapped
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json, checked: LoRA family, `r` and `lora_alpha` present, weights as safetensors beside it."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{folder} holds no {ADAPTER_CONFIG}, so it is not an adapter",
+            fix="name the folder that save_pretrained of PEFT wrote, e.g. runs/<id>/adapter",
+        )
+    configuration = read_json(folder / ADAPTER_CONFIG)
+    where = str(folder / ADAPTER_CONFIG)
+    if not isinstance(configuration, dict) or configuration.get("peft_type") != "LORA":
+        kind = configuration.get("peft_type") if isinstance(configuration, dict) else None
+        raise UserError(
+            f"an adapter of type {kind} is not supported", where=where, fix="use a LoRA or DoRA adapter"
+        )
+    absent = [
+        key for key in ("lora_alpha", "r", "target_modules") if configuration.get(key) in (None, [], "")
+    ]
+    if absent:
+        raise UserError(
+            f"the adapter's configuration lacks {', '.join(absent)}",
+            where=where,
+            why="PEFT would fill in a default and scale the update wrongly, without a word",
+            fix="restore the file that was saved with the weights",
+        )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickle = folder / "adapter_model.bin"
+        raise UserError(
+            f"{pickle} is a pickle file and is refused"
+            if pickle.is_file()
+            else f"{folder} holds no {ADAPTER_WEIGHTS}",
+            where=str(folder),
+            why="reading a pickle file runs whatever code it contains" if pickle.is_file() else "",
+            fix="convert the adapter to safetensors on a machine you can afford to lose"
+            if pickle.is_file()
+            else "copy the adapter again, or save it again from its checkpoint",
+        )
+    return configuration
+
+
+def adapter_digest(folder: Path) -> str:
+    """SHA-256 over the adapter's tensors and the configuration that decides what they compute, wherever it was made."""
+    configuration = read_adapter_config(folder)
+    counted = {
+        key: value for key, value in configuration.items() if value is not None and key not in _PLACE_KEYS
+    }
+    if isinstance(counted.get("target_modules"), list):
+        counted["target_modules"] = sorted(counted["target_modules"])
+    return digest_json({"config": counted, "weights": digest_file(folder / ADAPTER_WEIGHTS)})
+
+
+def _was_resized(model: Any, source: ModelSource | None) -> bool:
+    """Whether the embedding has other rows than the base on disk; True when there is no base to look at."""
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    path = source.path if source is not None else str(model.config._name_or_path or "")
+    config = Path(path) / "config.json"
+    if not path or not config.is_file():
+        return True
+    base = read_config(source) if source is not None else read_json(config)
+    known = base.get("vocab_size") or base.get("text_config", {}).get("vocab_size")
+    return bool(known != rows)
+
+
+def _sort_configuration(path: Path) -> None:
+    """PEFT writes sets in hash order, which differs from process to process."""
+    configuration = read_json(path)
+    for key, value in configuration.items():
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            configuration[key] = sorted(value)
+    write_json(path, dict(sorted(configuration.items())))
+
+
+def _check_base(folder: Path, source: ModelSource | None) -> None:
+    if source is None or not (folder / ORIGIN_FILE).is_file():
+        return
+    origin = read_json(folder / ORIGIN_FILE)
+    if origin.get("digest") != source.digest:
+        raise UserError(
+            f"the adapter was trained on {origin.get('id')} (content {str(origin.get('digest'))[:12]}), not on "
+            f"{source.id} (content {source.digest[:12]})",
+            where=str(folder / ORIGIN_FILE),
+            why="the shapes may agree, but the update belongs to other weights",
+            fix=f"set model.id to {origin.get('id')} with the revision it had, or train again on this base",
+        )
+
+
+def _check_tensors(wrapped: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Every tensor of the file has a place of its shape, and every place has a tensor."""
+    from peft import get_peft_model_state_dict
+
+    expected = {
+        key: tuple(tensor.shape)
+        for key, tensor in get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()
+    }
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items() if not key.endswith(_EMBEDDINGS)}
+    missing = sorted(expected.keys() - found.keys())
+    unexpected = sorted(found.keys() - expected.keys())
+    misshapen = sorted(key for key in expected.keys() & found.keys() if expected[key] != found[key])
+    if missing or unexpected or misshapen:
+        parts = [
+            f"{len(keys)} {what} (e.g. {keys[0]})"
+            for keys, what in (
+                (missing, "missing"),
+                (unexpected, "unexpected"),
+                (misshapen, "of another shape"),
+            )
+            if keys
+        ]
+        raise UserError(
+            f"the adapter does not fit this base: of {len(expected)} tensors {', '.join(parts)}",
+            where=str(folder / ADAPTER_WEIGHTS),
+            why="it was trained on another base, or its files were edited; PEFT would load the part that fits",
+            fix="load the base model it was trained on, or restore the adapter's files",
+        )
+
+
+def _unwrap(model: Any, needed_gradient: list[torch.nn.Parameter]) -> None:
+    """Take back what wrapping did to the base model besides its modules."""
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    for parameter in needed_gradient:
+        parameter.requires_grad_(True)
