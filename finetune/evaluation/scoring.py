@@ -151,4 +151,7 @@ def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str
     if not records:
         return {"mean": None, "low": None, "high": None, "n": 0, "method": "no items"}
     interval = mean_interval(scores_of(records, metric), clusters=clusters_of(records), confidence=confidence)
-    return interval.to_dict()
+    found = interval.to_dict()
+    if metric == "nll_per_token":
+        found["perplexity"] = math.exp(interval.mean)
+    return found

@@ -19,7 +19,7 @@ _SMALL_WORDS = {
 _WORDS = {language: frozenset(words.split()) for language, words in _SMALL_WORDS.items()}
 _SCRIPTS = {
     "CYRILLIC": "ru", "GREEK": "el", "HEBREW": "he", "ARABIC": "ar", "DEVANAGARI": "hi", "HANGUL": "ko",
-    "HIRAGANA": "ja", "KATAKANA": "ja", "THAI": "th", "CJK": "zh",
+    "HIRAGANA": "ja", "KATAKANA": "ja", "KATAKANA-HIRAGANA": "ja", "THAI": "th", "CJK": "zh",
 }  # fmt: skip
 
 
@@ -32,9 +32,14 @@ def guess_language(text: str) -> str | None:
     scripts = Counter(unicodedata.name(letter, "?").split(" ")[0] for letter in text if letter.isalpha())
     if not scripts:
         return None
-    script, count = scripts.most_common(1)[0]
-    if script in _SCRIPTS and count * 2 > scripts.total():
-        return "ja" if scripts["HIRAGANA"] + scripts["KATAKANA"] else _SCRIPTS[script]
+    codes = Counter(dict.fromkeys(_SCRIPTS.values(), 0))
+    for script, count in scripts.items():
+        codes[_SCRIPTS.get(script, "latin")] += count
+    if codes["ja"]:  # kana beside Han is Japanese
+        codes["ja"] += codes.pop("zh")
+    code, count = codes.most_common(1)[0]
+    if code != "latin":
+        return code if count * 2 > codes.total() else None
     words = re.findall(r"[^\W\d_]+", text.casefold())
     hits = {language: sum(word in small for word in words) for language, small in _WORDS.items()}
     ranked = sorted(hits.values(), reverse=True)

@@ -22,10 +22,15 @@ def _package(name: str, scorer: str) -> Any:
         ) from None
 
 
+def _share(percent: float) -> float:
+    """Rounding can leave a perfect answer a hair above 100, which would not be a share any more."""
+    return min(1.0, float(percent) / 100.0)
+
+
 def make_chrf(*, word_order: int = 0) -> Compare:
     """chrF of one answer, from 0 to 1 (sacrebleu's sentence chrF / 100; `word_order` 2 is chrF++)."""
     metric = _package("sacrebleu", "chrf").CHRF(word_order=word_order)
-    return lambda output, reference: float(metric.sentence_score(output, [reference]).score) / 100.0
+    return lambda output, reference: _share(metric.sentence_score(output, [reference]).score)
 
 
 def make_bleu(*, tokenize: str = "13a") -> Compare:
@@ -34,7 +39,7 @@ def make_bleu(*, tokenize: str = "13a") -> Compare:
     The mean of sentence scores is not corpus BLEU; it is what can be paired item by item.
     """
     metric = _package("sacrebleu", "bleu").BLEU(effective_order=True, tokenize=tokenize)
-    return lambda output, reference: float(metric.sentence_score(output, [reference]).score) / 100.0
+    return lambda output, reference: _share(metric.sentence_score(output, [reference]).score)
 
 
 def make_rouge(*, kind: str = "rougeL", stemmer: bool = False) -> Compare:

@@ -50,7 +50,7 @@ class ScorerKind:
 def _kind(name: str, make: Callable[..., Any], described: Callable[..., Any], **traits: Any) -> ScorerKind:
     module = inspect.getmodule(described)
     assert module is not None
-    summary = (described.__doc__ or "").split(". ")[0].strip().rstrip(".").replace("\n", " ")
+    summary = (described.__doc__ or "").split("\n\n")[0].split(". ")[0].strip().rstrip(".")
     return ScorerKind(name, make, " ".join(summary.split()), module, **traits)
 
 

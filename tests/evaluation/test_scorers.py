@@ -1,0 +1,251 @@
+"""Scorers for written answers: matches, patterns, numbers, checks, languages; and the registry that makes them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.errors import UserError
+from finetune.evaluation.scorers.checks import REQUIREMENTS, meets, sentences_in, words_in
+from finetune.evaluation.scorers.language import guess_language
+from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_scorer
+from finetune.evaluation.scorers.text import normalised_match, numbers_in, text_match
+
+
+def _score(name: str, output: str, reference: str = "", **parameters: Any) -> float:
+    return make_scorer(name, parameters)(output, reference, None)
+
+
+def test_text_match_is_exact_but_for_outer_space() -> None:
+    assert text_match(" Paris\n", "Paris") == 1.0
+    assert text_match("paris", "Paris") == 0.0
+    assert text_match("Paris.", "Paris") == 0.0
+
+
+@pytest.mark.parametrize("output", ["paris", "The Paris!", "  “PARIS”. ", "Ｐａｒｉｓ"])
+def test_normalised_match_forgives_spelling(output: str) -> None:
+    assert normalised_match(output, "Paris") == 1.0
+
+
+@pytest.mark.parametrize("output", ["Paris, France", "Pari s", "", "Parıs"])
+def test_normalised_match_forgives_no_words(output: str) -> None:
+    assert normalised_match(output, "Paris") == 0.0
+
+
+def test_contains_asks_for_whole_words() -> None:
+    assert _score("contains", "It is Paris, of course.", "paris") == 1.0
+    assert _score("contains", "Comparison", "paris") == 0.0
+    assert _score("contains", "Comparison", "paris", whole_words=False) == 1.0
+    assert _score("contains", "anything", "the") == 0.0  # nothing is left of it after normalising
+
+
+def test_regex_searches_or_covers_the_whole_answer() -> None:
+    assert _score("regex", "answer: B.", pattern=r"\b[A-D]\b") == 1.0
+    assert _score("regex", "answer: B.", pattern=r"[A-D]", full=True) == 0.0
+    assert _score("regex", " b ", pattern=r"[A-D]", full=True, ignore_case=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "parameters", "expected"),
+    [
+        ("The answer is 42.", "42", {}, 1.0),
+        ("6 times 7 is 42", "42", {}, 1.0),
+        ("42 is 6 times 7", "42", {}, 0.0),
+        ("42 is 6 times 7", "42", {"which": "first"}, 1.0),
+        ("42 is 6 times 7", "42", {"which": "only"}, 0.0),
+        ("42, yes 42", "42", {"which": "only"}, 1.0),
+        ("1,234.50 dollars", "1234.5", {}, 1.0),
+        ("0.3", "0.30", {}, 1.0),
+        ("3.1", "3.14", {"tolerance": 0.05}, 1.0),
+        ("3.0", "3.14", {"tolerance": 0.05}, 0.0),
+        ("98", "100", {"relative": 0.02}, 1.0),
+        ("97", "100", {"relative": 0.02}, 0.0),
+        ("−5", "-5", {}, 1.0),
+        ("5", "-5", {}, 0.0),
+        ("1e3", "1000", {}, 1.0),
+        ("none", "5", {}, 0.0),
+        ("v42b", "42", {}, 0.0),
+    ],
+)
+def test_numeric_by_hand(output: str, reference: str, parameters: dict[str, Any], expected: float) -> None:
+    assert _score("numeric", output, reference, **parameters) == expected
+
+
+def test_numeric_refuses_a_reference_without_one_number() -> None:
+    with pytest.raises(ValueError, match="exactly one number"):
+        _score("numeric", "5", "five")
+
+
+def test_numbers_in_keeps_order_and_sign() -> None:
+    assert [str(number) for number in numbers_in("a -1.5, then 2,000 and 7.")] == ["-1.5", "2000", "7"]
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong"),
+    [
+        ({"contains_any": ["Paris", "Lutetia"]}, "Paris it is", "London"),
+        ({"contains_all": ["red", "blue"]}, "Blue and red", "only red"),
+        ({"excludes": ["sorry"]}, "Yes.", "Sorry, no."),
+        ({"number": 42}, "It is 42", "It is 41"),
+        ({"number": {"value": 3.14, "tolerance": 0.01}}, "about 3.14", "about 3.2"),
+        ({"regex": r"^\d+$"}, "123", "a123"),
+        ({"full_regex": r"[A-D]"}, " B ", "B."),
+        ({"words": 3}, "one two three", "one two"),
+        ({"words": [2, 3]}, "it's well-made", "one two three four"),
+        ({"sentences": 2}, "One. Two!", "One."),
+        ({"lines": 3}, "a\nb\n\nc", "a\nb"),
+        ({"characters": [0, 5]}, "short", "longer"),
+        ({"starts_with": "Dear"}, " Dear you", "My dear"),
+        ({"ends_with": "."}, "Done. ", "Done"),
+        ({"upper_case": True}, "YES 1!", "Yes"),
+        ({"lower_case": True}, "yes", "123"),
+        ({"json": True}, '{"a":1}', "[1]"),
+        ({"json_keys": ["a", "b"]}, '{"b":1,"a":2}', '{"a":1}'),
+        ({"language": "fr"}, "Le chat est dans la maison.", "The cat is in the house."),
+        ({"refuses": True}, "I’m sorry, but I can’t do that.", "Sure, here is how."),
+        ({"refuses": False}, "Here is the answer.", "I cannot help."),
+        ({"contains_any": ["yes"], "words": [1, 2]}, "yes", "yes it is so"),
+    ],
+)
+def test_every_requirement_tells_right_from_wrong(check: dict[str, Any], right: str, wrong: str) -> None:
+    assert meets(right, check) == 1.0
+    assert meets(wrong, check) == 0.0
+
+
+def test_no_requirement_is_untested_and_unknown_ones_are_named() -> None:
+    tested = {
+        "contains_any", "contains_all", "excludes", "number", "regex", "full_regex", "words", "sentences", "lines",
+        "characters", "starts_with", "ends_with", "upper_case", "lower_case", "json", "json_keys", "language", "refuses",
+    }  # fmt: skip
+    assert set(REQUIREMENTS) == tested
+    with pytest.raises(ValueError, match="did you mean 'words'"):
+        meets("a", {"word": 1})
+    with pytest.raises(ValueError, match="no check"):
+        meets("a", {})
+
+
+@given(st.text(max_size=60))
+def test_no_text_breaks_a_requirement(output: str) -> None:
+    for name, wanted in {
+        "contains_any": ["a"],
+        "number": 1,
+        "words": 1,
+        "language": "en",
+        "refuses": True,
+    }.items():
+        assert meets(output, {name: wanted}) in (0.0, 1.0)
+
+
+def test_words_and_sentences_are_counted_as_people_count_them() -> None:
+    assert words_in("It's a well-made, 2nd try — isn’t it?") == [
+        "It's",
+        "a",
+        "well-made",
+        "2nd",
+        "try",
+        "isn’t",
+        "it",
+    ]
+    assert len(sentences_in("Is it? Yes! It is… So. And no end")) == 5
+    assert sentences_in(" ... ") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("The weather is nice and we are going to the park.", "en"),
+        ("Das Wetter ist schön und wir gehen nicht in die Stadt.", "de"),
+        ("Il fait beau et nous allons au parc avec les enfants.", "fr"),
+        ("El tiempo es bueno y vamos a la playa con los niños.", "es"),
+        ("Il tempo è bello e non siamo nella casa di Maria.", "it"),
+        ("O tempo está bom e não vamos para a praia com as crianças.", "pt"),
+        ("Het weer is mooi en wij gaan niet naar de stad.", "nl"),
+        ("Погода хорошая", "ru"),
+        ("今日は天気がいい", "ja"),
+        ("今天天气很好", "zh"),
+        ("오늘 날씨가 좋다", "ko"),
+        ("12345 !!", None),
+        ("", None),
+    ],
+)
+def test_languages_are_told_by_script_and_small_words(text: str, language: str | None) -> None:
+    assert guess_language(text) == language
+
+
+def test_every_scorer_says_what_it_does_in_one_sentence() -> None:
+    for kind in SCORERS.values():
+        assert 10 < len(kind.summary) < 160, kind.name
+        assert len(kind.code_digest) >= 16
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("numerc", {}, "did you mean 'numeric'"),
+        ("numeric", {"tolerence": 1}, "did you mean 'tolerance'"),
+        ("numeric", {"which": "middle"}, "is not last, first or only"),
+        ("numeric", {"tolerance": -1}, "must not be negative"),
+        ("regex", {}, "cannot be made"),
+        ("exact_match", {"x": 1}, "takes no parameters"),
+    ],
+)
+def test_scorers_that_cannot_be_made_are_user_errors(
+    name: str, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_scorer(name, parameters, where="suite.yaml: scorers")
+
+
+def test_a_scorer_takes_the_modules_it_uses_into_its_digest() -> None:
+    assert find_scorer("check").code_digest.count("-") == 3  # checks, json_object, language, text
+    assert find_scorer("exact_match").code_digest.count("-") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("chrf", "sacrebleu"),
+        ("bleu", "sacrebleu"),
+        ("rouge", "rouge_score.rouge_scorer"),
+        ("json_schema", "jsonschema.validators"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match="not installed") as caught:
+        make_scorer(name, {})
+    assert "pip install 'finetune-pipeline[scorers]'" in str(caught.value)
+    assert package in str(caught.value)
+
+
+def test_chrf_and_bleu_are_sacrebleus() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu", reason="optional extra `scorers` is not installed")
+    output, reference = "the cat sat on the mat", "the cat is on the mat"
+    assert _score("chrf", output, reference) == pytest.approx(
+        sacrebleu.sentence_chrf(output, [reference]).score / 100
+    )
+    assert _score("bleu", output, reference) == pytest.approx(
+        sacrebleu.sentence_bleu(output, [reference]).score / 100
+    )
+    assert _score("chrf", reference, reference) == _score("bleu", reference, reference) == 1.0
+
+
+def test_json_schema_accepts_and_refuses() -> None:
+    pytest.importorskip("jsonschema", reason="optional extra `scorers` is not installed")
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    assert _score("json_schema", '{"a": 1}', schema=schema) == 1.0
+    assert _score("json_schema", '{"a": "1"}', schema=schema) == 0.0
+    assert _score("json_schema", "no json", schema=schema) == 0.0
+    assert _score("json_schema", "3", '{"type":"integer"}') == 1.0
+
+
+def test_rouge_is_rouge_scores() -> None:
+    pytest.importorskip("rouge_score", reason="optional extra `scorers` is not installed")
+    assert _score("rouge", "the cat sat", "the cat sat") == pytest.approx(1.0)
+    assert _score("rouge", "the cat", "the cat sat", kind="rouge1") == pytest.approx(0.8)
