@@ -5,8 +5,8 @@ Q query width, K key/value width, V vocabulary, r adapter rank, c bytes of the c
 stream. Every line is compared with the tensors that autograd really saves in tests/plan/test_activations.py.
 
 What is kept follows from what is trained. A frozen matrix keeps no input; an adapter beside it does, and under autocast
-it keeps a cast copy of its own, because the adapter is fp32 and its input was converted for it. A 4-bit layer hands its
-input on unchanged, so all adapters that read one tensor share it.
+it keeps a cast copy of its own, because the adapter is fp32 and its input was converted for it. On CUDA a 4-bit layer
+hands its input on unchanged, so all adapters that read one tensor share it; on CPUs it converts like any other.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from finetune.plan.architecture import Architecture, LinearShape
 
 Attention = Literal["document", "sdpa", "eager"]
 
-# The fused language-model head works on tiles of this many tokens by this many vocabulary entries.
-HEAD_TILE_TOKENS = 4096
-HEAD_TILE_VOCABULARY = 32768
+# The head is applied to this many targets at a time (finetune/training/losses.py), so logits never outlive a chunk.
+HEAD_CHUNK_TARGETS = 512
 
-# Bytes an element of a tile, counted over the tensors alive at the worst line. In plain torch (CPU), backward: the tile
-# in the compute type, then in fp32 the scaled logits before and after temperature, log-probabilities, probabilities, the
-# gradient, and the one-hot target with its difference, plus one byte for the comparison. Forward: logits, shifted
-# logits and their exponential, plus one byte. With Triton (CUDA) the tile alone exists.
-_TILE_FP32_TENSORS_BACKWARD = 7
-_TILE_FP32_TENSORS_FORWARD = 3
-_TILE_MASK_BYTES = 1
+# fp32 tensors of a chunk's logits that are alive together. A frozen head takes its gradient in the forward pass: the
+# logits and the exponential inside logsumexp. A trained head is recomputed: log-probabilities, their gradient and that of
+# the logits. Logits that the model bends after the head (soft capping, scaling) are built whole, and likewise.
+_FROZEN_HEAD_TENSORS = 2
+_TRAINED_HEAD_TENSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,8 @@ class Tuning:
     """What decides which tensors are kept.
 
     `kind` is what is trained, `autocast` whether fp32 trainables compute in a smaller type, `quantized` whether the base
-    matrices are quantized, `adapted` the matrices with an adapter (empty for full tuning).
+    matrices are quantized, `adapted` the matrices with an adapter (empty for full tuning). Dropout keeps a byte an element
+    on CUDA; on CPU it keeps its scaled noise in the type of its input, and attention with dropout is not fused there.
     """
 
     kind: Literal["lora", "dora", "none"]
@@ -46,6 +44,7 @@ class Tuning:
     rank: int = 0
     dropout: bool = False
     adapted: tuple[LinearShape, ...] = ()
+    on_cpu: bool = True
 
     @property
     def stream_bytes(self) -> int:
@@ -55,11 +54,14 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """How tokens attend: the kind, and how long the sequences are. `masked` means that an explicit mask is passed."""
+    """How tokens attend: the kind, and how long the sequences are.
+
+    `masked` means that an explicit mask is passed, for which keys and values are repeated to the query heads.
+    """
 
     kind: Attention
     sequence_tokens: int
-    masked: bool
+    masked: bool = False
 
 
 def layer_saved_bytes(
@@ -72,7 +74,9 @@ def layer_saved_bytes(
         + _mlp_bytes(architecture, tuning)
         + _input_bytes(architecture, tuning, attention)
         + _adapter_bytes(tuning)
-        + architecture.dropout_per_layer * architecture.hidden
+        + architecture.residual_dropouts
+        * architecture.hidden
+        * (tuning.compute_bytes if tuning.on_cpu else 1)
     )
     return n_tokens * per_token
 
@@ -80,8 +84,14 @@ def layer_saved_bytes(
 def outside_saved_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
     """Bytes kept outside the layers: the final norm, the last hidden state and the rotary tables."""
     rotary = 0 if architecture.learned_positions else 2 * architecture.head_size * tuning.stream_bytes
-    norm = _one_norm_bytes(architecture, tuning)
-    return n_tokens * (norm + rotary + architecture.hidden * tuning.stream_bytes)
+    # The very first norm of a frozen model keeps nothing, for no gradient goes on to the embedding: it cancels the last.
+    norm = _one_norm_bytes(architecture, tuning) if tuning.kind == "none" else 0
+    if tuning.dropout:  # nor does the dropout before its first matrices
+        first = sum(x.n_in for x in tuning.adapted if x.reads == "attention_input")
+        norm -= first * _adapter_noise_bytes(tuning)
+    embedding_dropout = architecture.residual_dropouts > 0 and tuning.kind == "none"
+    noise = (tuning.stream_bytes if tuning.on_cpu else 1) * architecture.hidden if embedding_dropout else 0
+    return n_tokens * (norm + rotary + noise + architecture.hidden * tuning.stream_bytes)
 
 
 def checkpoint_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
@@ -89,18 +99,21 @@ def checkpoint_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) 
     return n_tokens * architecture.hidden * tuning.stream_bytes
 
 
-def head_tile_bytes(
-    architecture: Architecture, n_positions: int, *, compute_bytes: int, triton: bool, backward: bool
-) -> int:
-    """Transient bytes of the fused head: one tile of logits, never the full T x V."""
-    tokens = min(n_positions, HEAD_TILE_TOKENS)
-    columns = min(architecture.vocabulary, HEAD_TILE_VOCABULARY)
-    per_element = compute_bytes
-    if not triton:
-        n_fp32 = _TILE_FP32_TENSORS_BACKWARD if backward else _TILE_FP32_TENSORS_FORWARD
-        per_element += 4 * n_fp32 + _TILE_MASK_BYTES
-    hidden_gradient = 4 * n_positions * architecture.hidden if backward else 0
-    return tokens * columns * per_element + hidden_gradient
+def head_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
+    """Transient bytes of the head and the loss, were every token a target: logits of one chunk, and gradients.
+
+    With 512 targets or more in a forward pass the bound is what is used.
+    """
+    c, vocabulary, hidden = tuning.compute_bytes, architecture.vocabulary, architecture.hidden
+    if architecture.bent_logits:
+        per_element = 4 * _TRAINED_HEAD_TENSORS + 2 * c
+        return n_tokens * vocabulary * per_element
+    n_chunk = min(n_tokens, HEAD_CHUNK_TARGETS)
+    if tuning.kind == "none":
+        n_gradients = 2 if n_tokens > HEAD_CHUNK_TARGETS else 1  # the sum so far and the chunk's own
+        weight_gradient = n_gradients * 4 * architecture.head_parameters
+        return n_chunk * vocabulary * 4 * _TRAINED_HEAD_TENSORS + weight_gradient + n_tokens * hidden * 4
+    return n_chunk * vocabulary * 4 * _FROZEN_HEAD_TENSORS + 2 * n_tokens * hidden * c
 
 
 def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
@@ -113,7 +126,10 @@ def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: i
 def _one_norm_bytes(architecture: Architecture, tuning: Tuning) -> int:
     """A norm computes in fp32 and keeps its input so; when its weight is trained, also the normalised value."""
     if architecture.norm_has_bias:  # LayerNorm is one kernel that keeps its input as it came
-        return architecture.hidden * (4 if tuning.autocast else tuning.stream_bytes)
+        on_cuda_fp32 = (
+            tuning.autocast and not tuning.on_cpu
+        )  # CUDA's autocast runs it in fp32, the CPU's does not
+        return architecture.hidden * (4 if on_cuda_fp32 else tuning.stream_bytes)
     trained = tuning.stream_bytes if tuning.kind == "none" else 0
     return architecture.hidden * (4 + trained)
 
@@ -121,7 +137,8 @@ def _one_norm_bytes(architecture: Architecture, tuning: Tuning) -> int:
 def _norm_bytes(architecture: Architecture, tuning: Tuning) -> int:
     total = architecture.norms_per_layer * _one_norm_bytes(architecture, tuning)
     if architecture.qk_norm != "none":
-        trained = tuning.compute_bytes if tuning.kind == "none" else 0
+        kept = 4 if architecture.fp32_norm_weight else tuning.compute_bytes
+        trained = kept if tuning.kind == "none" else 0
         total += (architecture.query_width + architecture.kv_width) * (4 + trained)
     return total
 
@@ -130,11 +147,17 @@ def _attention_bytes(architecture: Architecture, tuning: Tuning, attention: Atte
     c, query, kv = tuning.compute_bytes, architecture.query_width, architecture.kv_width
     if attention.kind == "eager":
         # Keys and values are repeated to the query heads; the probabilities exist in fp32 and in the compute type.
-        probabilities = architecture.n_heads * attention.sequence_tokens * (4 + (c if c != 4 else 0))
+        probabilities = architecture.n_heads * attention.sequence_tokens * (c if c == 4 else 4 + c)
         return 3 * query * c + probabilities
+    if architecture.attention_dropout and tuning.on_cpu:
+        # Not fused: probabilities, noise and their product, and the three operands, all in fp32.
+        return 3 * architecture.n_heads * attention.sequence_tokens * 4 + 3 * query * 4
     kept_kv = query if attention.masked else kv
     logsumexp = 4 * architecture.n_heads
-    return 2 * query * c + 2 * kept_kv * c + logsumexp
+    fused = (
+        query + kv if architecture.fused_projections else 0
+    )  # the value is a view that keeps queries and keys too
+    return 2 * query * c + 2 * kept_kv * c + fused * c + logsumexp
 
 
 def _mlp_bytes(architecture: Architecture, tuning: Tuning) -> int:
@@ -149,7 +172,8 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
     """Inputs of the matrices that need them for a weight gradient."""
     trained = architecture.layer_linears if tuning.kind == "none" else tuning.adapted
     c = tuning.compute_bytes
-    own_copy = tuning.autocast and (tuning.kind != "none" and not tuning.quantized)
+    converted = tuning.autocast and (tuning.on_cpu or not tuning.quantized)
+    own_copy = tuning.kind != "none" and (tuning.dropout or converted)
     total = 0
     seen: set[str] = set()
     for linear in trained:
@@ -163,20 +187,26 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
         if linear.reads in seen:
             continue
         seen.add(linear.reads)
-        already_kept = linear.reads == "attention_output" and attention.kind == "sdpa"
+        already_kept = linear.reads == "attention_output" and attention.kind != "eager"
         if not already_kept:
             total += linear.n_in * c
     return total
 
 
 def _adapter_bytes(tuning: Tuning) -> int:
-    """Per matrix: the rank-r middle; DoRA keeps its two outputs for the magnitude; dropout keeps a mask of bytes."""
+    """Per matrix: the rank-r middle; DoRA keeps its two outputs for the magnitude; dropout keeps its noise."""
     c = tuning.compute_bytes
+    noise = _adapter_noise_bytes(tuning)
     total = 0
     for linear in tuning.adapted:
         total += tuning.rank * c
         if tuning.kind == "dora":
             total += 2 * linear.n_out * c
         if tuning.dropout:
-            total += linear.n_in
+            total += linear.n_in * noise
     return total
+
+
+def _adapter_noise_bytes(tuning: Tuning) -> int:
+    """On CPUs the noise is kept in fp32, to which an adapter converts its input first; on CUDA as a mask."""
+    return 4 if tuning.on_cpu else 1

@@ -36,7 +36,12 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder: `n_layers` equal layers between an embedding and a language-model head. Sizes are element counts."""
+    """A decoder: `n_layers` equal layers between an embedding and a language-model head. Sizes are element counts.
+
+    `fused_activation` is false where the activation is written out in elementary operations, each of which keeps a
+    tensor; `fp32_norm_weight` is true where the norm's weight multiplies in fp32 before the cast (Gemma); `bent_logits`
+    where something follows the head's product, so that the loss needs whole logits.
+    """
 
     model_type: str
     hidden: int
@@ -55,7 +60,11 @@ class Architecture:
     norms_per_layer: int
     norm_has_bias: bool
     qk_norm: QkNorm
-    dropout_per_layer: int
+    residual_dropouts: int
+    attention_dropout: bool
+    fp32_norm_weight: bool = False
+    bent_logits: bool = False
+    fused_projections: bool = False
 
     @property
     def query_width(self) -> int:
@@ -140,6 +149,7 @@ _FAMILIES: dict[str, _Family] = {
     "granite": _Family(attention_bias="from_config", mlp_bias_from_config=True),
     "smollm3": _Family(attention_bias="from_config", mlp_bias_from_config=True, tied_by_default=True),
 }
+_LOGIT_BENDERS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 KNOWN_MODEL_TYPES = tuple(sorted([*_FAMILIES, "gpt2"]))
 
 
@@ -212,7 +222,11 @@ def _read_llama_like(config: Mapping[str, Any], model_type: str, family: _Family
         norms_per_layer=family.norms_per_layer,
         norm_has_bias=False,
         qk_norm=family.qk_norm,
-        dropout_per_layer=0,
+        residual_dropouts=0,
+        attention_dropout=float(config.get("attention_dropout") or 0.0) > 0,
+        fused_projections=family.fused_projections,
+        fp32_norm_weight=model_type.startswith("gemma"),
+        bent_logits=any(config.get(name) not in (None, 1, 1.0) for name in _LOGIT_BENDERS),
     )
 
 
@@ -245,7 +259,8 @@ def _read_gpt2(config: Mapping[str, Any], where: str) -> Architecture:
         norms_per_layer=2,
         norm_has_bias=True,
         qk_norm="none",
-        dropout_per_layer=2 if float(config.get("resid_pdrop", 0.1)) > 0 else 0,
+        residual_dropouts=2 if float(config.get("resid_pdrop", 0.1)) > 0 else 0,
+        attention_dropout=float(config.get("attn_pdrop", 0.1)) > 0,
     )
 
 

@@ -15,7 +15,7 @@ from finetune.plan.activations import (
     AttentionPattern,
     Tuning,
     checkpoint_bytes,
-    head_tile_bytes,
+    head_bytes,
     layer_backward_bytes,
     layer_saved_bytes,
     outside_saved_bytes,
@@ -107,7 +107,7 @@ def forecast_training(
     that is not covered and for target modules that match nothing.
     """
     architecture = read_architecture(config)
-    tuning = tuning_of(recipe, architecture)
+    tuning = tuning_of(recipe, architecture, device)
     row_tokens = longest_pack_tokens or (
         recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
     )
@@ -120,21 +120,13 @@ def forecast_training(
     if recipe.train.gradient_checkpointing:
         kept = architecture.n_layers * checkpoint_bytes(architecture, tuning, n_tokens)
     kept += outside_saved_bytes(architecture, tuning, n_tokens)
-    tile = head_tile_bytes(
-        architecture,
-        n_tokens,
-        compute_bytes=tuning.compute_bytes,
-        triton=device == "cuda",
-        backward=True,
-    )
-    if tuning.kind == "none":
-        tile += 4 * architecture.head_parameters  # the head's gradient is summed in fp32
+    head = head_bytes(architecture, tuning, n_tokens)
     one_layer = (layer if recipe.train.gradient_checkpointing else 0) + layer_backward_bytes(
         architecture, tuning, n_tokens
     )
     accumulated = states["gradients"] if recipe.train.gradient_accumulation_steps > 1 else 0
     moments = {
-        "loss": {"activations": kept + copies, "logits": tile, "gradients": accumulated},
+        "loss": {"activations": kept + copies, "logits": head, "gradients": accumulated},
         "first backward layer": {
             "activations": kept + copies + one_layer,
             "logits": 0,
@@ -231,12 +223,14 @@ def adapter_parameters(
     return architecture.n_layers * per_layer
 
 
-def tuning_of(recipe: Recipe, architecture: Architecture) -> Tuning:
+def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu") -> Tuning:
     """How this recipe trains, in the terms that decide which tensors are kept."""
     section = recipe.adapter
     compute_bytes = BYTES_PER_ELEMENT[recipe.model.dtype]
     if section.kind == "none":
-        return Tuning("none", compute_bytes, autocast=compute_bytes < 4, quantized=False)
+        return Tuning(
+            "none", compute_bytes, autocast=compute_bytes < 4, quantized=False, on_cpu=device == "cpu"
+        )
     return Tuning(
         section.kind,
         compute_bytes,
@@ -245,17 +239,18 @@ def tuning_of(recipe: Recipe, architecture: Architecture) -> Tuning:
         rank=section.rank,
         dropout=section.dropout > 0,
         adapted=adapted_linears(architecture, section.target_modules),
+        on_cpu=device == "cpu",
     )
 
 
 def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
-    """The attention that the recipe takes. Packed rows without `document` attend under a dense mask."""
-    kind = recipe.model.attention
-    packing = recipe.train.packing
-    if kind == "auto":
-        kind = "document" if packing else "sdpa"
-    masked = kind == "sdpa" and (packing or recipe.train.micro_batch_size > 1)
-    return AttentionPattern(kind, row_tokens, masked)
+    """The attention that the recipe takes. Padded batches and packed rows without `document` attend under a mask."""
+    kind = "document" if recipe.model.attention == "auto" else recipe.model.attention
+    padded = not recipe.train.packing and recipe.train.micro_batch_size > 1
+    masked = padded or (recipe.train.packing and kind == "sdpa")
+    # A micro-batch of packs is laid end to end, so a dense mask spans all of it.
+    n_tokens = row_tokens * (recipe.train.micro_batch_size if recipe.train.packing else 1)
+    return AttentionPattern(kind, n_tokens, masked)
 
 
 def _states(
