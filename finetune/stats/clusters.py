@@ -102,6 +102,13 @@ def _satterthwaite(share: FloatArray, weight: FloatArray, variance: FloatArray) 
     return np.asarray(diagonal.sum(axis=-1) ** 2 / trace_of_square)
 
 
+def design_degrees_of_freedom(sizes: FloatArray, correlation: float) -> float:
+    """Degrees of freedom that `robust_mean` will find for clusters of these sizes [units] at this correlation."""
+    share = sizes / sizes.sum()
+    dof = _satterthwaite(share, 1.0 / (1.0 - share), sizes * (1.0 + (sizes - 1.0) * correlation))
+    return min(float(dof), len(sizes) - 1.0)
+
+
 def intra_cluster_correlation(totals: UnitTotals) -> FloatArray:
     """How alike the items of one cluster are, from one-way analysis of variance, within [0, 1]; shape [...].
 

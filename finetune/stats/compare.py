@@ -35,6 +35,7 @@ from finetune.stats.validate import (
 )
 
 Verdict = Literal["improved", "no-evidence", "regressed", "inconclusive"]
+Scale = Literal["share", "score"]
 
 _EXIT_CODES: dict[str, ExitCode] = {
     "improved": ExitCode.DONE,
@@ -51,6 +52,7 @@ class Comparison:
     difference: mean(b) - mean(a), with the ends `low` and `high` of its two-sided interval at `confidence`.
     fixed, broken, both_right, both_wrong: item counts, None unless all scores are 0 or 1.
     clusters: how many, None when the items are independent.
+    scale: 'share' when all scores lie within [0, 1] and a difference can be read in percentage points, else 'score'.
     noninferiority: pass, regressed or inconclusive at the margin, None without one; `one_sided_low` is its bound.
     notes: what a reader must know before trusting the numbers, e.g. that there are too few clusters.
     least_detectable: smallest true difference that this many items would have found with 80 % power.
@@ -75,6 +77,7 @@ class Comparison:
     both_right: int | None
     both_wrong: int | None
     clusters: int | None
+    scale: Scale
     margin: float | None
     verdict: Verdict
     noninferiority: Outcome | None
@@ -90,9 +93,16 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"notes": list(self.notes), "limits": self.limits()}
 
+    def amount(self, value: float, *, signed: bool = False) -> str:
+        """A difference for people: in percentage points for shares, as it is for other scores."""
+        sign = "+" if signed else ""
+        return f"{value * 100:{sign}.1f} points" if self.scale == "share" else f"{value:{sign}.4g}"
+
     def limits(self) -> str:
         """What these items can and cannot show, in one sentence; takes the place of 'no difference'."""
-        text = f"{self.n} items cannot tell a difference below {self.least_detectable * 100:.1f} points (80 % power)"
+        text = (
+            f"{self.n} items cannot tell a difference below {self.amount(self.least_detectable)} (80 % power)"
+        )
         if self.verdict == "inconclusive":
             text += (
                 f"; about {self.items_to_settle:,} more would settle it"
@@ -132,6 +142,14 @@ def compare(
             f"margin {margin} must not be negative", fix="give the acceptable loss as 0.02 for two points"
         )
     labels = checked_clusters(clusters, n)
+    if min(first.min(), second.min()) == -1.0 and is_binary(first + 1.0) and is_binary(second + 1.0):
+        first, second, shift = (
+            first + 1.0,
+            second + 1.0,
+            -1.0,
+        )  # right/wrong scores that were negated stay right/wrong
+    else:
+        shift = 0.0
     binary = is_binary(first) and is_binary(second)
     bounded = is_bounded(first) and is_bounded(second)
     if binary:
@@ -143,8 +161,8 @@ def compare(
     verdict = decide(estimate.low, estimate.high, estimate.p_value <= 1.0 - confidence, margin)
     return Comparison(
         n=n,
-        mean_a=_mean(first),
-        mean_b=_mean(second),
+        mean_a=_mean(first) + shift,
+        mean_b=_mean(second) + shift,
         difference=estimate.difference,
         low=estimate.low,
         high=estimate.high,
@@ -156,6 +174,7 @@ def compare(
         notes=estimate.notes,
         **_cells(first, second, binary),
         clusters=estimate.clusters,
+        scale="share" if bounded else "score",
         margin=margin,
         verdict=verdict,
         noninferiority=None

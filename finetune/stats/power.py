@@ -8,16 +8,45 @@ Formulas are the usual normal approximations, so that published tables are repro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from finetune.errors import UserError
-from finetune.stats.distributions import normal_cdf, normal_quantile
+from finetune.stats.clusters import design_degrees_of_freedom
+from finetune.stats.distributions import normal_cdf, normal_quantile, t_quantile
 
 _EXACT_ITEMS = (
     20_000  # up to here the exact power is summed, above it the normal approximation is exact enough
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDesign:
+    """What clusters do to a plan: the variance times `design_effect`, and Student's t with `degrees_of_freedom`."""
+
+    design_effect: float
+    degrees_of_freedom: float
+    clusters: int
+
+
+def cluster_design(sizes: Sequence[int], intra_cluster_correlation: float) -> ClusterDesign:
+    """Plan for clusters of these sizes whose items correlate like this in the difference of the arms (0 to 1).
+
+    Design effect 1 + (Σ n_g² / n - 1)·ICC: unequal sizes cost more than equal ones (Kish 1965).
+    """
+    _check_share("intra-cluster correlation", intra_cluster_correlation)
+    if len(sizes) < 2 or min(sizes) < 1:
+        raise UserError("a plan needs at least 2 clusters of at least 1 item")
+    items = np.asarray(sizes, dtype=np.float64)
+    typical = float((items**2).sum() / items.sum())
+    return ClusterDesign(
+        design_effect=1.0 + (typical - 1.0) * intra_cluster_correlation,
+        degrees_of_freedom=design_degrees_of_freedom(items, intra_cluster_correlation),
+        clusters=len(sizes),
+    )
 
 
 def _z_pair(alpha: float, power: float, *, two_sided: bool = True) -> tuple[float, float]:
@@ -112,8 +141,6 @@ def least_detectable_mean(
     standard_error: float, degrees_of_freedom: float, *, alpha: float = 0.05, power: float = 0.80
 ) -> float:
     """Smallest mean difference found with the wished power at this standard error: (t_a + t_b)·SE."""
-    from finetune.stats.distributions import t_quantile
-
     _z_pair(alpha, power)
     dof = max(degrees_of_freedom, 1.0)
     return float((t_quantile(1 - alpha / 2, dof) + t_quantile(power, dof)) * standard_error)
@@ -167,24 +194,18 @@ def items_needed_mean(
     return _whole(design_effect * (z_alpha + z_beta) ** 2 * variance / effect**2)
 
 
-def design_effect(cluster_size: float, intra_cluster_correlation: float) -> float:
-    """How many times more items clusters of this size need: 1 + (m - 1)·ICC (Kish 1965)."""
-    return 1.0 + (cluster_size - 1.0) * intra_cluster_correlation
-
-
 def power_paired(
     n: int,
     effect: float,
     discordance: float,
     *,
     alpha: float = 0.05,
-    design_effect: float = 1.0,
-    clusters: int | None = None,
+    design: ClusterDesign | None = None,
 ) -> float:
     """Probability that `compare` finds a difference of `effect` on n right/wrong items.
 
     Independent items: that McNemar's mid-p falls to alpha or below, exact up to 20,000 items. Clustered items: the noncentral
-    t with clusters - 1 degrees of freedom, the variance inflated by `design_effect`.
+    t of the design, against a limit that the score interval moves out by √(D / (D - d²)).
     """
     _check_share("discordance", discordance)
     if abs(effect) > discordance:
@@ -193,9 +214,11 @@ def power_paired(
         )
     if discordance == 0.0:
         return 0.0
-    if clusters is not None or design_effect != 1.0:
-        deviation = math.sqrt(design_effect * max(discordance - effect**2, 1e-300))
-        return _power_t(n, effect, deviation, alpha, (clusters or n) - 1)
+    if design is not None:
+        variance = max(discordance - effect**2, 1e-300)
+        return _power_t(
+            n, effect, math.sqrt(variance), alpha, design, limit=math.sqrt(discordance / variance)
+        )
     if n > _EXACT_ITEMS:
         z_alpha, _ = _z_pair(alpha, 0.5)
         spread = math.sqrt(max(discordance - effect**2, 1e-300))
@@ -249,26 +272,25 @@ def power_mean(
     standard_deviation: float,
     *,
     alpha: float = 0.05,
-    design_effect: float = 1.0,
-    clusters: int | None = None,
+    design: ClusterDesign | None = None,
 ) -> float:
-    """Power of the two-sided t test for paired differences with this standard deviation (noncentral t).
-
-    Clustered items: degrees of freedom clusters - 1, the variance inflated by `design_effect`.
-    """
+    """Power of the two-sided t test for paired differences with this standard deviation (noncentral t)."""
     if n < 2 or standard_deviation <= 0.0:
         raise UserError("a t test needs at least 2 items and a positive standard deviation")
-    return _power_t(n, effect, standard_deviation * math.sqrt(design_effect), alpha, (clusters or n) - 1)
+    return _power_t(n, effect, standard_deviation, alpha, design)
 
 
-def _power_t(n: int, effect: float, deviation: float, alpha: float, dof: int) -> float:
+def _power_t(
+    n: int, effect: float, deviation: float, alpha: float, design: ClusterDesign | None, *, limit: float = 1.0
+) -> float:
+    """P(|T| > limit·t) for a noncentral T; `limit` = 1 for the t test itself."""
     from scipy.special import nctdtr
 
-    from finetune.stats.distributions import t_quantile
-
-    if dof < 1:
+    dof, inflation = (n - 1.0, 1.0) if design is None else (design.degrees_of_freedom, design.design_effect)
+    if dof < 1.0:
         return 0.0
-    edge, shift = float(t_quantile(1 - alpha / 2, dof)), abs(effect) * math.sqrt(n) / deviation
+    edge = limit * float(t_quantile(1 - alpha / 2, dof))
+    shift = abs(effect) * math.sqrt(n / inflation) / deviation
     if shift > 30.0:
         return 1.0
     return float(1.0 - nctdtr(dof, shift, edge) + nctdtr(dof, shift, -edge))

@@ -25,7 +25,8 @@ def sign_flip_p_value(differences: FloatArray, *, seed: int = 0, mid: bool = Fal
     sign patterns); otherwise from 20,000 seeded flips, the observed pattern counted among them so that p is never 0.
     All differences 0: p = 1.
     """
-    size = np.sort(np.abs(differences[differences != 0.0]))
+    size = np.sort(np.abs(differences))
+    size = size[size > 1e-12 * size[-1]] if size.size else size  # sums that cancel up to rounding are 0
     if size.size == 0:
         return 1.0, "exact"
     observed = abs(np.sort(differences).sum().item())
