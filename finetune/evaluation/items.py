@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.data.rows import Row
@@ -38,15 +38,16 @@ def item_from_row(row: Row, *, cluster_key: str | None = "group") -> Item:
 
     cluster_key: `group`, the name of a tag, or None when items are independent (each is its own cluster).
     """
-    return Item(
+    item = Item(
         id=row.id,
         messages=tuple(row.prompt),
         reference=row.answer,
-        cluster=_cluster(row, cluster_key),
+        cluster=row.group,
         source=row.source,
         tags=row.tags,
         tools=tuple(row.tools),
     )
+    return replace(item, cluster=cluster_of(item, cluster_key))
 
 
 def items_from_rows(rows: Iterable[Row], *, cluster_key: str | None = "group") -> list[Item]:
@@ -78,13 +79,14 @@ def items_digest(items: Sequence[Item]) -> str:
     )
 
 
-def _cluster(row: Row, key: str | None) -> str:
+def cluster_of(item: Item, key: str | None) -> str:
+    """What the item shares with others: its group, the value of a tag, or nothing (its own id) for None."""
     if key is None:
-        return row.id
+        return item.id
     if key == "group":
-        return row.group
-    if key not in row.tags:
+        return item.cluster
+    if key not in item.tags:
         raise UserError(
-            f"row {row.id} has no tag '{key}' to cluster by", fix="name `group` or a tag of every row"
+            f"item {item.id} has no tag '{key}' to cluster by", fix="name `group` or a tag of every item"
         )
-    return row.tags[key]
+    return item.tags[key]

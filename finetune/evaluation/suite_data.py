@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.data.build import build_dataset, default_builds_root
 from finetune.data.rows import Row
 from finetune.errors import Fault, UserError
-from finetune.evaluation.items import Item, items_digest, items_from_rows, refuse_duplicates
+from finetune.evaluation.items import Item, cluster_of, items_digest, items_from_rows, refuse_duplicates
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
 
@@ -46,7 +46,8 @@ def load_suite_data(
     root = builds_root or default_builds_root()
     spec = dataset_spec
     if suite.items_file is not None:
-        items = read_items(suite.items_file)
+        items = read_items(suite.items_file, texts=suite.task == "text")
+        items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in items]
     else:
         assert suite.items.spec is not None
         spec = find_declarative(
@@ -66,19 +67,22 @@ def load_suite_data(
     return SuiteData(suite, tuple(items[:max_items]), tuple(shown))
 
 
-def read_items(path: Path) -> list[Item]:
-    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "tools", "check"."""
+def read_items(path: Path, *, texts: bool = False) -> list[Item]:
+    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "tools", "check".
+
+    texts: the reference alone is the item, as in suites with `task: text`; there are no messages then.
+    """
     items: list[Item] = []
     faults: list[Fault] = []
     for number, line in enumerate(read_jsonl(path), start=1):
-        problem = _problem(line)
+        problem = _problem(line, texts)
         if problem:
             faults.append(Fault(problem, where=f"{path}: item number {number}"))
             continue
         items.append(
             Item(
                 id=str(line["id"]),
-                messages=tuple(line["messages"]),
+                messages=tuple(line.get("messages", ())),
                 reference=line["reference"],
                 cluster=str(line.get("cluster", line["id"])),
                 source=str(line.get("source", path.stem)),
@@ -93,11 +97,11 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-def _problem(line: Any) -> str:
+def _problem(line: Any, texts: bool) -> str:
     """What is wrong with one line; empty when nothing is."""
     if not isinstance(line, dict):
         return "the line is not a JSON object"
-    missing = [key for key in _REQUIRED if key not in line]
+    missing = [key for key in _REQUIRED if key not in line and not (texts and key == "messages")]
     unknown = sorted(set(line) - _KEYS)
     if missing:
         return f"no '{missing[0]}'"
@@ -105,6 +109,8 @@ def _problem(line: Any) -> str:
         return f"unknown key '{unknown[0]}'"
     if not isinstance(line["reference"], str):
         return "'reference' is not text"
+    if texts:
+        return "a text has no 'messages'" if "messages" in line else ""
     messages = line["messages"]
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
         return "'messages' must be a list of {role, content}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from finetune.errors import UserError
+from finetune.evaluation.scorers.checks import meets
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.evaluation.suite_data import load_suite_data, read_items
 from finetune.paths import shipped_names
@@ -151,3 +153,57 @@ def test_repeated_ids_and_empty_files_are_refused(suite: Suite) -> None:
     suite.items_file.write_text("")
     with pytest.raises(UserError, match="the suite has no items"):
         load_suite_data(suite)
+
+
+def test_the_general_suite_accepts_its_own_references() -> None:
+    items = load_suite_data(load_suite("general")).items
+    assert len(items) >= 150
+    assert all(meets(item.reference, item.check or {}) == 1.0 for item in items)
+    assert len({item.content_hash for item in items}) == len(items)
+    kinds = Counter(item.tags["kind"] for item in items)
+    assert set(kinds) == {"facts", "arithmetic", "instructions", "translation", "summary", "refusal"}
+    assert min(kinds.values()) >= 15
+
+
+def test_the_general_suite_is_not_met_by_saying_nothing() -> None:
+    """An empty answer, one word, and a JSON object of a task must fail nearly everything."""
+    items = load_suite_data(load_suite("general")).items
+    for answer in ("", "yes", '{"intent":"HassTurnOn","name":"lamp"}'):
+        assert sum(meets(answer, item.check or {}) for item in items) <= 0.05 * len(items)
+
+
+def test_the_forgetting_suite_is_text_of_many_kinds() -> None:
+    items = load_suite_data(load_suite("forgetting")).items
+    assert len(items) >= 50
+    assert len({item.tags["kind"] for item in items}) >= 8
+    assert len({item.reference for item in items}) == len(items)
+
+
+def test_a_text_brings_no_messages(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"id":"a","reference":"x"}\n')
+    assert read_items(path, texts=True)[0].reference == "x"
+    with pytest.raises(UserError, match="no 'messages'"):
+        read_items(path)
+    path.write_text('{"id":"a","reference":"x","messages":[]}\n')
+    with pytest.raises(UserError, match="a text has no 'messages'"):
+        read_items(path, texts=True)
+
+
+def test_items_share_what_the_suite_says(suite: Suite) -> None:
+    assert suite.items_file is not None
+    lines = [
+        {"id": f"i{n}", "messages": [{"role": "user", "content": f"q{n}"}], "reference": "{}", "cluster": f"c{n // 2}",
+         "tags": {"kind": "odd" if n % 2 else "even"}}
+        for n in range(4)
+    ]  # fmt: skip
+    suite.items_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for key, expected in (
+        ("group", ["c0", "c0", "c1", "c1"]),
+        ("kind", ["even", "odd", "even", "odd"]),
+        (None, ["i0", "i1", "i2", "i3"]),
+    ):
+        changed = suite.model_copy(update={"cluster": key})
+        assert [item.cluster for item in load_suite_data(changed).items] == expected
+    with pytest.raises(UserError, match="no tag 'colour' to cluster by"):
+        load_suite_data(suite.model_copy(update={"cluster": "colour"}))
