@@ -64,7 +64,7 @@ def run(
     from finetune.pipeline.reevaluate import FinishedRun, compare_run, measure_noise
 
     finished = FinishedRun.open(folder, batch_size=batch_size, say=note)
-    chosen = finished.answers.load_suites(suites)
+    chosen = finished.answers.recipe_suites(suites)
     floor = measure_noise(finished, chosen) if noise else []
     results = compare_run(finished, chosen, baseline=baseline, inner=inner)
     comparison = combine(results) | ({"noise": floor} if noise else {})

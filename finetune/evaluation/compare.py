@@ -11,6 +11,7 @@ from finetune.evaluation.items import refuse_duplicates
 from finetune.evaluation.records import ArmSummary, Record
 from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.scoring import clusters_of, scores_of
+from finetune.evaluation.slicing import slice_comparisons
 from finetune.evaluation.suite import Suite
 from finetune.stats import compare
 
@@ -56,6 +57,7 @@ def compare_records(
     `inconclusive`, and no gate passes.
     """
     left, right = pair_records(baseline, arm, inner=inner)
+    sliced = slice_comparisons(suite, left, right) if left and suite.slices.by else []
     names = list(metrics) if metrics is not None else suite.metrics
     comparisons = [_compare_metric(suite, metric, left, right) for metric in names]
     decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)
@@ -69,6 +71,7 @@ def compare_records(
         "comparisons": [
             {key: value for key, value in one.items() if key != "exit_code"} for one in comparisons
         ],
+        "slices": [{"suite": suite.name, "metric": suite.primary_metric, **one} for one in sliced],
     }
 
 
@@ -126,7 +129,8 @@ def combine(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One `comparison.json` of several suites. The first decides, unless a guarding suite (role regression or
     forgetting) regressed: a gain bought with such a loss is `regressed`."""
     first = dict(results[0])
-    first["comparisons"] = [one for result in results for one in result["comparisons"]]
+    for name in ("comparisons", "slices"):
+        first[name] = [one for result in results for one in result.get(name, [])]
     for result in results[1:]:
         if result["role"] != "task" and result["verdict"] == "regressed":
             first["verdict"], first["exit_code"] = "regressed", int(ExitCode.REGRESSED)

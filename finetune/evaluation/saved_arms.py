@@ -76,11 +76,17 @@ class RunAnswers:
         """The suites that this run was evaluated on, as they are now; or those given by name or path."""
         if names:
             return [load_suite(name) for name in names]
-        found = {Path(name).stem: name for name in self.recipe["eval"]["suites"]}
-        suites = [load_suite(found.get(name, name), relative_to=self.folder) for name in self.suite_names]
-        if not suites:
+        if not self.suite_names:
             raise UserError(f"{self.folder} holds no answers of the tuned model", fix="finish the run first")
-        return suites
+        return self._load(self.suite_names)
+
+    def recipe_suites(self, names: Sequence[str] | None = None) -> list[Suite]:
+        """The suites of the recipe, answered or not; or those given by name or path."""
+        return [load_suite(name) for name in names] if names else self._load(self.recipe["eval"]["suites"])
+
+    def _load(self, names: Sequence[str]) -> list[Suite]:
+        named = {Path(name).stem: name for name in self.recipe["eval"]["suites"]}
+        return [load_suite(named.get(name, name), relative_to=self.folder) for name in names]
 
     def tuned(self, suite: str) -> SavedArm:
         return SavedArm(self.folder / "eval" / suite, TUNED)

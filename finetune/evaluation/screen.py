@@ -7,6 +7,8 @@ from typing import Any
 
 from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
 
+_SLICES_SHOWN = 5
+
 
 def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     """One suite: every metric with both means and the difference, then the verdict and what the items cannot show."""
@@ -27,6 +29,23 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
         lines.append(f"  {decisive['limits']}")
     lines += [f"  note: {note}" for note in [*result.get("notes", []), *decisive.get("notes", [])]]
+    return lines + slice_lines(result)
+
+
+def slice_lines(result: Mapping[str, Any]) -> list[str]:
+    """The slices with the largest losses first."""
+    sliced = result.get("slices", [])
+    if not sliced:
+        return []
+    shown = sliced[:_SLICES_SHOWN]
+    lines = [f"  slices, worst first ({len(shown)} of {len(sliced)}; {shown[0]['correction']}-corrected p):"]
+    width = max(len(f"{one['by']} {one['value']}") for one in shown)
+    for one in shown:
+        name = f"{one['by']} {one['value']}"
+        lines.append(
+            f"    {name:<{width}}  n = {one['n']:<4} {one['difference']:+.3f} "
+            f"[{one['low']:+.3f}, {one['high']:+.3f}]  p = {one['p_adjusted']:.3g}"
+        )
     return lines
 
 

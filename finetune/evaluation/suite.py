@@ -70,6 +70,18 @@ class ScorerSection(Section):
         return self.metric or self.scorer
 
 
+class SlicesSection(Section):
+    """Parts of the items that are looked at by themselves, declared before the run."""
+
+    by: list[str] = Field(
+        default_factory=list,
+        description="Tags of the items; also `source` and `length` (thirds by question length).",
+    )
+    correction: Literal["holm", "bh"] = Field(
+        "holm", description="How p-values are corrected for the number of slices."
+    )
+
+
 class Suite(Section):
     """A fixed set of items with scorers. Load with `load_suite`."""
 
@@ -98,6 +110,7 @@ class Suite(Section):
     )
     margin: Share = Field(0.02, description="A loss up to this size does not count as a regression.")
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(0.95, description="Level of every interval.")
+    slices: SlicesSection = Field(default_factory=SlicesSection)
     _path: Path = PrivateAttr(default=Path())
 
     @model_validator(mode="after")

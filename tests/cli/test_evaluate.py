@@ -281,3 +281,85 @@ def test_scorers_are_listed() -> None:
 def test_json_files_of_a_run_hold_no_nan(make_run: Any, suite: Suite) -> None:
     run = make_run("run", {"task": (NONE, ALL)}, [suite])
     assert read_json(run / "eval" / "task" / "tuned.summary.json")["n"] == 60
+
+
+@pytest.fixture
+def finished_run(tiny_model_folder: Path, suite: Suite, tmp_path: Path) -> Path:
+    """A run whose training is complete, with a saved adapter and no answers yet."""
+    import torch
+
+    from finetune.model.adapter_files import save_adapter
+    from finetune.model.adapters import attach_adapter
+    from finetune.model.load import load_model
+    from finetune.pipeline.inputs import gather_inputs
+    from finetune.pipeline.manifest import RunManifest
+    from finetune.recipe.resolve import resolved_yaml
+
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": [{**turns[0], "content": f"q{index}"}, turns[1]]} for index in range(20)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "mine.yaml").write_text("name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\n")
+    suite.path.write_text(suite.path.read_text() + "decoding: {max_new_tokens: 6}\n")
+    recipe = RECIPE.replace("SUITES", str(suite.path)).replace("id: base", f"id: {tiny_model_folder}")
+    recipe = recipe.replace("spec: mine", f"spec: {tmp_path / 'mine.yaml'}").replace(
+        "eval: {", "eval: {max_items: 12, "
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    inputs = gather_inputs(str(tmp_path / "recipe.yaml"))
+    run = tmp_path / "run"
+    run.mkdir()
+    manifest = RunManifest.open(run, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
+    (run / "recipe.resolved.yaml").write_text(resolved_yaml(inputs.recipe))
+    model = attach_adapter(load_model(inputs.source, dtype="fp32"), inputs.recipe.adapter, seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    outputs: list[Path] = []
+    with manifest.running("train", {}, outputs):
+        save_adapter(model, run / "adapter")
+        outputs += [path for path in (run / "adapter").iterdir() if path.is_file()]
+    return run
+
+
+def test_run_evaluates_a_finished_run_and_reuses_its_answers(
+    finished_run: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = call("run", finished_run, "--noise", "--json")
+    comparison = json.loads(result.stdout)
+    assert result.exit_code == comparison["exit_code"]
+    assert comparison["comparisons"][0]["n"] == 12
+    assert comparison["noise"][0]["flip_rate"] == 0.0
+    assert comparison["noise"][0]["answers_changed"] == 0
+    assert read_json(finished_run / "eval" / "comparison-base.json")["verdict"] == comparison["verdict"]
+    sha256 = read_summary(finished_run / "eval" / "task", "tuned").adapter_sha256
+    assert sha256 == comparison["adapter_sha256"]
+    answers = [
+        [record["output"] for record in read_jsonl(finished_run / folder / "task" / f"{arm}.jsonl")]
+        for folder, arm in (("baseline", "zero_shot"), ("eval", "tuned"))
+    ]
+    assert answers[0] != answers[1]  # the adapter was active in one of them only
+
+    from finetune.pipeline import reevaluate
+
+    monkeypatch.setattr(reevaluate, "evaluate_arm", lambda *_, **__: pytest.fail("answered again"))
+    again = call("run", finished_run, "--json")
+    assert json.loads(again.stdout)["comparisons"] == comparison["comparisons"]
+    assert call("gate", finished_run).exit_code in (ExitCode.NO_EVIDENCE, ExitCode.INCONCLUSIVE)
+
+
+def test_run_takes_another_suite(finished_run: Path, tmp_path: Path) -> None:
+    other = make_suite(tmp_path / "eval", "other", n=5)
+    other.path.write_text(other.path.read_text() + "decoding: {max_new_tokens: 4}\n")
+    result = call("run", finished_run, "--suite", other.path, "--batch-size", "2", "--json")
+    assert json.loads(result.stdout)["comparisons"][0]["suite"] == "other"
+    assert (finished_run / "eval" / "comparison-base-other.json").is_file()
+    assert len(read_jsonl(finished_run / "baseline" / "other" / "zero_shot.jsonl")) == 5
+
+
+def test_run_refuses_a_run_without_a_tuned_model(finished_run: Path) -> None:
+    manifest = read_json(finished_run / "manifest.json")
+    manifest["stages"]["train"]["completed"] = None
+    (finished_run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="holds no tuned model yet"):
+        call("run", finished_run)

@@ -1,0 +1,92 @@
+"""One comparison cut into slices: where did the tuned model gain, and where did it lose?
+
+Many slices are many looks, so p-values are corrected as the suite declared before the run. The worst slices come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.evaluation.records import Record
+from finetune.evaluation.scoring import clusters_of, scores_of
+from finetune.evaluation.suite import Suite
+from finetune.stats import compare
+from finetune.stats.multiplicity import adjust
+
+SOURCE, LENGTH = "source", "length"
+_LENGTH_CLASSES = ("short", "medium", "long")
+
+
+def slice_comparisons(suite: Suite, left: Sequence[Record], right: Sequence[Record]) -> list[dict[str, Any]]:
+    """The primary metric in every slice that the suite declares, the largest loss first.
+
+    left, right: both arms in one order. `p_adjusted` is corrected over all slices of all keys together; a slice counts
+    as different only when it stays at or below 1 - confidence.
+    """
+    metric = suite.primary_metric
+    kind = suite.scorer_of(metric)
+    sign = 1.0 if kind.higher_is_better else -1.0
+    found: list[dict[str, Any]] = []
+    for key in suite.slices.by:
+        bucket_of = _bucketing(key, right)
+        members: dict[str, list[int]] = {}
+        for place, record in enumerate(right):
+            members.setdefault(bucket_of(record), []).append(place)
+        for value, places in members.items():
+            before, after = [left[place] for place in places], [right[place] for place in places]
+            result = compare(
+                [sign * score for score in scores_of(before, metric)],
+                [sign * score for score in scores_of(after, metric)],
+                clusters=clusters_of(before),
+                confidence=suite.confidence,
+            )
+            low, high = sorted((sign * result.low, sign * result.high))
+            found.append(
+                {
+                    "by": key,
+                    "value": value,
+                    "n": result.n,
+                    "mean_a": sign * result.mean_a,
+                    "mean_b": sign * result.mean_b,
+                    "difference": sign * result.difference,
+                    "low": low,
+                    "high": high,
+                    "p_value": result.p_value,
+                    "fixed": result.fixed,
+                    "broken": result.broken,
+                }
+            )
+    adjusted = adjust([one["p_value"] for one in found], suite.slices.correction)
+    for one, p_value in zip(found, adjusted, strict=True):
+        one["p_adjusted"] = p_value
+        one["correction"] = suite.slices.correction
+        one["different"] = p_value <= 1.0 - suite.confidence
+    return sorted(found, key=lambda one: (sign * one["difference"], -one["n"], one["by"], one["value"]))
+
+
+def _bucketing(key: str, records: Sequence[Record]) -> Callable[[Record], str]:
+    if key == SOURCE:
+        return lambda record: str(record.get("source", ""))
+    if key == LENGTH:
+        return _length_classes(records)
+
+    def by_tag(record: Record) -> str:
+        value = record["tags"].get(key)
+        if value is None:
+            raise UserError(
+                f"item '{record['item']}' has no tag '{key}'",
+                where="slices.by",
+                fix="name `source`, `length` or a tag of every item",
+            )
+        return str(value)
+
+    return by_tag
+
+
+def _length_classes(records: Sequence[Record]) -> Callable[[Record], str]:
+    """Thirds of the items by the length of what is asked, in tokens of the tuned arm's prompt."""
+    lengths = sorted(record["prompt_tokens"] for record in records)
+    cuts = [lengths[len(lengths) * third // 3] for third in (1, 2)] if lengths else [0, 0]
+    return lambda record: _LENGTH_CLASSES[sum(record["prompt_tokens"] >= cut for cut in cuts)]

@@ -1,0 +1,66 @@
+"""Slices say where something was lost, and many looks are paid for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.evaluation.compare import combine, compare_records
+from finetune.evaluation.screen import comparison_lines
+from finetune.evaluation.suite import SlicesSection, Suite
+
+
+def _records(arm: str, wrong: set[int], n: int = 90) -> list[dict[str, Any]]:
+    return [
+        {
+            "item": f"item-{index}", "arm": arm, "cluster": f"item-{index}", "source": "made",
+            "tags": {"intent": f"I{index % 3}"}, "prompt_tokens": 10 + index, "output_tokens": 3,
+            "scores": dict.fromkeys(("exact_match", "valid_json", "intent_accuracy", "slot_f1"), float(index not in wrong)),
+        }
+        for index in range(n)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def sliced(suite: Suite) -> Suite:
+    return suite.model_copy(update={"slices": SlicesSection(by=["intent", "length", "source"])})
+
+
+def test_the_worst_slice_comes_first_and_losses_do_not_hide_in_the_mean(sliced: Suite) -> None:
+    base = _records("zero_shot", {index for index in range(90) if index % 3 == 2 and index < 63})
+    tuned = _records("tuned", {index for index in range(90) if index % 3 == 1 and index < 60})
+    result = compare_records(sliced, base, tuned)
+    assert abs(result["comparisons"][0]["difference"]) < 0.02
+    slices = {(one["by"], one["value"]): one for one in result["slices"]}
+    assert result["slices"][0]["value"] == "I1"
+    assert slices["intent", "I1"]["difference"] == pytest.approx(-2 / 3)
+    assert slices["intent", "I1"]["broken"] == 20
+    assert slices["intent", "I1"]["different"] and slices["intent", "I2"]["different"]
+    assert not slices["intent", "I0"]["different"]
+    assert slices["intent", "I0"]["p_value"] == 1.0
+    assert slices["source", "made"]["n"] == 90
+    assert [slices["length", name]["n"] for name in ("short", "medium", "long")] == [30, 30, 30]
+    assert any("intent I1" in line for line in comparison_lines(result))
+    assert len(combine([result, result])["slices"]) == 2 * len(result["slices"])
+
+
+def test_p_values_are_corrected_over_all_slices(sliced: Suite) -> None:
+    base, tuned = _records("zero_shot", set()), _records("tuned", {1, 4, 7, 10, 13, 16})
+    for one in compare_records(sliced, base, tuned)["slices"]:
+        assert one["p_adjusted"] >= one["p_value"]
+    worst = compare_records(sliced, base, tuned)["slices"][0]
+    assert worst["p_value"] <= 0.05 < worst["p_adjusted"]
+    assert not worst["different"]
+
+
+def test_a_tag_that_is_missing_is_named(suite: Suite) -> None:
+    asked = suite.model_copy(update={"slices": SlicesSection(by=["colour"])})
+    with pytest.raises(UserError, match="item 'item-0' has no tag 'colour'"):
+        compare_records(asked, _records("zero_shot", set()), _records("tuned", set()))
+
+
+def test_no_slices_are_no_slices(suite: Suite) -> None:
+    assert compare_records(suite, _records("zero_shot", set()), _records("tuned", set()))["slices"] == []
+    assert compare_records(suite, [], [])["slices"] == []
