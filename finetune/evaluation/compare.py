@@ -57,7 +57,7 @@ def compare_records(
     `inconclusive`, and no gate passes.
     """
     left, right = pair_records(baseline, arm, inner=inner)
-    sliced = slice_comparisons(suite, left, right) if left and suite.slices.by else []
+    sliced = slice_comparisons(suite, left, right, every=arm)
     names = list(metrics) if metrics is not None else suite.metrics
     comparisons = [_compare_metric(suite, metric, left, right) for metric in names]
     decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)

@@ -45,7 +45,14 @@ class ArmSummary:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ArmSummary:
-        return cls(**given)
+        """Raises UserError for a summary that another version wrote."""
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise UserError(
+                f"the summary of arm {given.get('arm')} was written by another version: {error}",
+                fix="delete it and evaluate the arm again",
+            ) from None
 
 
 def records_path(folder: Path, arm: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,21 +130,6 @@ def scores_of(records: Sequence[Record], metric: str) -> list[float]:
 
 def clusters_of(records: Sequence[Record]) -> list[Hashable]:
     return [record["cluster"] for record in records]
-
-
-def slices(
-    records: Sequence[Record],
-    bucket_of: Callable[[Record], str],
-    metric: str,
-    *,
-    buckets: Sequence[str] | None = None,
-    confidence: float = 0.95,
-) -> Mapping[str, dict[str, Any]]:
-    """Bucket -> mean of one metric with interval. Named `buckets` without a record stay, as null with n = 0."""
-    found: dict[str, list[Record]] = {bucket: [] for bucket in buckets or []}
-    for record in records:
-        found.setdefault(bucket_of(record), []).append(record)
-    return {bucket: _mean(members, metric, confidence) for bucket, members in found.items()}
 
 
 def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str, Any]:

@@ -42,6 +42,9 @@ def slice_lines(result: Mapping[str, Any]) -> list[str]:
     width = max(len(f"{one['by']} {one['value']}") for one in shown)
     for one in shown:
         name = f"{one['by']} {one['value']}"
+        if not one["n"]:
+            lines.append(f"    {name:<{width}}  nothing compared (n = 0)")
+            continue
         lines.append(
             f"    {name:<{width}}  n = {one['n']:<4} {one['difference']:+.3f} "
             f"[{one['low']:+.3f}, {one['high']:+.3f}]  p = {one['p_adjusted']:.3g}"

@@ -19,51 +19,66 @@ SOURCE, LENGTH = "source", "length"
 _LENGTH_CLASSES = ("short", "medium", "long")
 
 
-def slice_comparisons(suite: Suite, left: Sequence[Record], right: Sequence[Record]) -> list[dict[str, Any]]:
+def slice_comparisons(
+    suite: Suite, left: Sequence[Record], right: Sequence[Record], *, every: Sequence[Record] | None = None
+) -> list[dict[str, Any]]:
     """The primary metric in every slice that the suite declares, the largest loss first.
 
-    left, right: both arms in one order. `p_adjusted` is corrected over all slices of all keys together; a slice counts
-    as different only when it stays at or below 1 - confidence.
+    left, right: both arms in one order. every: records whose slices have to appear although no pair of them may be left
+    (`right` by default); such a slice is null with n = 0, and the others are kept. `p_adjusted` is corrected over all
+    slices of all keys together; a slice counts as different only when it stays at or below 1 - confidence.
     """
-    metric = suite.primary_metric
-    kind = suite.scorer_of(metric)
-    sign = 1.0 if kind.higher_is_better else -1.0
     found: list[dict[str, Any]] = []
     for key in suite.slices.by:
-        bucket_of = _bucketing(key, right)
-        members: dict[str, list[int]] = {}
+        bucket_of = _bucketing(key, right if every is None else every)
+        members: dict[str, list[int]] = {
+            bucket_of(record): [] for record in (right if every is None else every)
+        }
         for place, record in enumerate(right):
-            members.setdefault(bucket_of(record), []).append(place)
+            members[bucket_of(record)].append(place)
         for value, places in members.items():
-            before, after = [left[place] for place in places], [right[place] for place in places]
-            result = compare(
-                [sign * score for score in scores_of(before, metric)],
-                [sign * score for score in scores_of(after, metric)],
-                clusters=clusters_of(before),
-                confidence=suite.confidence,
-            )
-            low, high = sorted((sign * result.low, sign * result.high))
-            found.append(
-                {
-                    "by": key,
-                    "value": value,
-                    "n": result.n,
-                    "mean_a": sign * result.mean_a,
-                    "mean_b": sign * result.mean_b,
-                    "difference": sign * result.difference,
-                    "low": low,
-                    "high": high,
-                    "p_value": result.p_value,
-                    "fixed": result.fixed,
-                    "broken": result.broken,
-                }
-            )
-    adjusted = adjust([one["p_value"] for one in found], suite.slices.correction)
-    for one, p_value in zip(found, adjusted, strict=True):
-        one["p_adjusted"] = p_value
-        one["correction"] = suite.slices.correction
-        one["different"] = p_value <= 1.0 - suite.confidence
-    return sorted(found, key=lambda one: (sign * one["difference"], -one["n"], one["by"], one["value"]))
+            pair = [left[place] for place in places], [right[place] for place in places]
+            found.append({"by": key, "value": value, "n": len(places), **_compare_slice(suite, *pair)})
+    filled = [one for one in found if one["n"]]
+    adjusted = adjust([one["p_value"] for one in filled], suite.slices.correction)
+    for one, p_value in zip(filled, adjusted, strict=True):
+        one |= {"p_adjusted": p_value, "different": p_value <= 1.0 - suite.confidence}
+    sign = _sign(suite)
+    return sorted(
+        found,
+        key=lambda one: (not one["n"], sign * (one["difference"] or 0.0), -one["n"], one["by"], one["value"]),
+    )
+
+
+def _sign(suite: Suite) -> float:
+    return 1.0 if suite.scorer_of(suite.primary_metric).higher_is_better else -1.0
+
+
+def _compare_slice(suite: Suite, before: Sequence[Record], after: Sequence[Record]) -> dict[str, Any]:
+    names = (
+        "mean_a", "mean_b", "difference", "low", "high", "p_value", "fixed", "broken", "p_adjusted", "different"
+    )  # fmt: skip
+    empty: dict[str, Any] = {**dict.fromkeys(names), "correction": suite.slices.correction}
+    if not before:
+        return empty
+    sign, metric = _sign(suite), suite.primary_metric
+    result = compare(
+        [sign * score for score in scores_of(before, metric)],
+        [sign * score for score in scores_of(after, metric)],
+        clusters=clusters_of(before),
+        confidence=suite.confidence,
+    )
+    low, high = sorted((sign * result.low, sign * result.high))
+    return empty | {
+        "mean_a": sign * result.mean_a,
+        "mean_b": sign * result.mean_b,
+        "difference": sign * result.difference,
+        "low": low,
+        "high": high,
+        "p_value": result.p_value,
+        "fixed": result.fixed,
+        "broken": result.broken,
+    }
 
 
 def _bucketing(key: str, records: Sequence[Record]) -> Callable[[Record], str]:

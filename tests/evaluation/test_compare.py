@@ -13,8 +13,8 @@ from finetune.evaluation.compare import combine, compare_folders, compare_record
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record, read_summary, write_arm
 from finetune.evaluation.run import evaluate_arm
-from finetune.evaluation.scoring import scores_of, slices, summarise
-from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.scoring import scores_of, summarise
+from finetune.evaluation.suite import SlicesSection, Suite, load_suite
 
 METRICS = ("exact_match", "valid_json", "intent_accuracy", "slot_f1")
 
@@ -111,12 +111,17 @@ def test_nothing_compared_is_null_and_never_a_pass(suite: Suite) -> None:
     assert primary["noninferiority"] != "pass"
 
 
-def test_an_empty_bucket_is_null_and_keeps_the_others() -> None:
-    records = _records("tuned", [1.0, 0.0, 1.0, 0.0])
-    found = slices(records, lambda record: record["tags"]["intent"], "slot_f1", buckets=["I0", "I1", "I9"])
-    assert found["I9"] == {"mean": None, "low": None, "high": None, "n": 0, "method": "no items"}
-    assert (found["I0"]["mean"], found["I0"]["n"]) == (0.5, 2)
-    assert found["I2"]["n"] == 1
+def test_an_empty_bucket_is_null_and_keeps_the_others(suite: Suite) -> None:
+    """Three slices of which one has no pair left."""
+    sliced = suite.model_copy(update={"slices": SlicesSection(by=["intent"])})
+    before, after = _records("zero_shot", [0.0, 1.0] * 15), _records("tuned", [1.0, 1.0] * 15)
+    before = [record for record in before if record["tags"]["intent"] != "I2"]
+    found = {one["value"]: one for one in compare_records(sliced, before, after, inner=True)["slices"]}
+    assert (found["I2"]["n"], found["I2"]["difference"], found["I2"]["p_adjusted"]) == (0, None, None)
+    assert (found["I0"]["n"], found["I0"]["difference"]) == (10, 0.5)
+    assert found["I1"]["n"] == 10
+    assert list(found)[-1] == "I2"
+    json.dumps(list(found.values()), allow_nan=False)
     assert summarise([], ["slot_f1"])["slot_f1"]["mean"] is None
 
 
