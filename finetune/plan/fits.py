@@ -302,12 +302,31 @@ def _shorter_rows(recipe: Recipe) -> list[_Move]:
     return moves
 
 
+def _smaller_eval_batch(recipe: Recipe) -> list[_Move]:
+    moves = []
+    size = recipe.eval.batch_size
+    while size > 1:
+        size //= 2
+        moves.append(
+            _Move({"eval.batch_size": size}, 1.0, True, "fewer answers written at once: slower evaluation")
+        )
+    return moves
+
+
+def _bf16_eval(recipe: Recipe) -> list[_Move]:
+    if recipe.eval.dtype == "bf16":
+        return []
+    return [_Move({"eval.dtype": "bf16"}, 1.0, False, "every arm of the evaluation computes in bf16")]
+
+
 _Maker = Callable[[Recipe], list[_Move]]
 _MAKERS: tuple[_Maker, ...] = (
+    _smaller_eval_batch,
     _fused_attention,
     _smaller_micro_batch,
     _shorter_packs,
     _checkpointing,
+    _bf16_eval,
     _bf16,
     _plain_lora,
     _quantized,

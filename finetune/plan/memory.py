@@ -21,7 +21,7 @@ from finetune.plan.activations import (
     outside_saved_bytes,
 )
 from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
-from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, model_states, quantized_bytes
+from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states, quantized_bytes
 from finetune.recipe.schema import Recipe
 
 Device = Literal["cpu", "cuda"]
@@ -173,6 +173,8 @@ def forecast_generation(
     *,
     device: Device = "cpu",
     adapter_parameters: int = 0,
+    quantize: Quantization = "none",
+    double_quantization: bool = True,
 ) -> Forecast:
     """Peak of generating `new_tokens` after prompts of `prompt_tokens` for `batch` sequences, with a cache.
 
@@ -189,7 +191,7 @@ def forecast_generation(
     at_prefill = cache_per_token * prompt_tokens + prefill
     at_end = cache_per_token * (prompt_tokens + new_tokens) + cache_one_layer  # growing copies one layer
     terms = dict.fromkeys(TERMS, 0)
-    terms["weights"] = architecture.n_parameters * c
+    terms |= _weights(architecture, c, quantize, double_quantization)
     terms["adapters"] = adapter_parameters * 4
     terms["logits"] = logits
     terms["kv_cache"] = cache_per_token * (prompt_tokens + (0 if at_prefill > at_end else new_tokens))
@@ -245,7 +247,9 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
 
 def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
     """The attention that the recipe takes. Padded batches and packed rows without `document` attend under a mask."""
-    kind = "document" if recipe.model.attention == "auto" else recipe.model.attention
+    kind = recipe.model.attention
+    if kind == "auto":
+        kind = "document" if recipe.train.packing else "sdpa"
     padded = not recipe.train.packing and recipe.train.micro_batch_size > 1
     masked = padded or (recipe.train.packing and kind == "sdpa")
     # A micro-batch of packs is laid end to end, so a dense mask spans all of it.
@@ -273,17 +277,24 @@ def _states(
         n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
     )
     terms["adapters"] = states.weights
-    terms["weights"] = architecture.n_parameters * weight_bytes
-    if recipe.model.quantize != "none":
-        blocks, constants = quantized_bytes(
-            architecture.layer_linears,
-            recipe.model.quantize,
-            double_quantization=recipe.model.double_quantization,
-        )
-        left = architecture.n_parameters - architecture.linear_parameters
-        terms["weights"] = architecture.n_layers * blocks + left * weight_bytes
-        terms["quantization_constants"] = architecture.n_layers * constants
+    terms |= _weights(architecture, weight_bytes, recipe.model.quantize, recipe.model.double_quantization)
     return terms | _trainable_terms(states), n_trainable
+
+
+def _weights(
+    architecture: Architecture, weight_bytes: int, quantize: Quantization, double_quantization: bool
+) -> dict[str, int]:
+    """Base weights and quantization constants; embeddings, head, norms and biases are never quantized."""
+    if quantize == "none":
+        return {"weights": architecture.n_parameters * weight_bytes, "quantization_constants": 0}
+    blocks, constants = quantized_bytes(
+        architecture.layer_linears, quantize, double_quantization=double_quantization
+    )
+    left = architecture.n_parameters - architecture.linear_parameters
+    return {
+        "weights": architecture.n_layers * blocks + left * weight_bytes,
+        "quantization_constants": architecture.n_layers * constants,
+    }
 
 
 def _autocast_copies(architecture: Architecture, tuning: Tuning) -> int:

@@ -1,0 +1,167 @@
+"""`finetune plan RECIPE` and `finetune plan break-even`: bytes, time and money, before any weight is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from finetune.cli.output import JsonFlag, emit
+from finetune.errors import ExitCode
+
+if TYPE_CHECKING:
+    from finetune.plan.memory import Forecast
+    from finetune.recipe.schema import Recipe
+
+_RECIPE_COMMAND = "recipe"
+
+
+class RecipeByDefault(TyperGroup):
+    """`plan RECIPE …` means `plan recipe RECIPE …`: the name of that command may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = [_RECIPE_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="plan",
+    cls=RecipeByDefault,
+    help="Forecast memory, time and cost before anything is loaded: finetune plan RECIPE --memory 24GB",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the recipe.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Memory of one device, e.g. 24GB; default: that of --device.")
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, or a GPU whose memory and speed are known: l4, rtx4090, a100-80gb, h100, …"
+    ),
+]
+ShardingOption = Annotated[
+    Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None,
+    typer.Option(help="How several devices share the model; default ddp."),
+]
+OffloadOption = Annotated[
+    Literal["none", "optimizer", "all"], typer.Option(help="What is held in the host's memory.")
+]
+LongestOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest pack or row in the data; default: the recipe's limit.")
+]
+TokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens of one epoch; adds steps and hours.")]
+RateOption = Annotated[
+    float | None, typer.Option(help="Measured tokens a second of one device; default: by --device.")
+]
+PriceOption = Annotated[float | None, typer.Option(min=0.0, help="Price of one device for an hour.")]
+
+
+@app.command(_RECIPE_COMMAND)
+def plan_recipe(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or a shipped name.")],
+    overrides: SetOption = None,
+    memory: MemoryOption = None,
+    device: DeviceOption = None,
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    sharding: ShardingOption = None,
+    offload: OffloadOption = "none",
+    longest_pack: LongestOption = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in the evaluation.")] = 128,
+    train_tokens: TokensOption = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Train rows; counts steps without packing.")] = None,
+    tokens_per_second: RateOption = None,
+    price_per_hour: PriceOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
+    from finetune.cli.plan_page import Plan, config_of_model, find_target, plan_time
+    from finetune.plan.cost import training_cost
+    from finetune.plan.fits import fits
+    from finetune.plan.memory import forecast_generation, forecast_training
+    from finetune.recipe.resolve import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    config = config_of_model(loaded)
+    target = find_target(device, memory)
+
+    def training(candidate: Recipe) -> Forecast:
+        settings = candidate.train
+        limit = settings.pack_tokens if settings.packing else candidate.data.max_tokens
+        return forecast_training(
+            candidate,
+            config,
+            longest_pack_tokens=min(longest_pack or limit, limit),
+            device=target.kind,
+            world_size=devices,
+            sharding=sharding or ("ddp" if devices > 1 else "none"),
+            offload=offload,
+        )
+
+    def evaluation(candidate: Recipe) -> Forecast:
+        section, prompt_tokens = candidate.eval, candidate.data.max_tokens
+        return forecast_generation(
+            config, section.batch_size, prompt_tokens, new_tokens, section.dtype, device=target.kind
+        )
+
+    def worst(candidate: Recipe) -> Forecast:
+        return max(training(candidate), evaluation(candidate), key=lambda forecast: forecast.total_bytes)
+
+    fit = fits(worst(loaded), target.memory_bytes, loaded, worst) if target.memory_bytes else None
+    planned = training(loaded)
+    time = plan_time(loaded, config, target, planned, train_tokens, rows, tokens_per_second, devices)
+    cost = None
+    if time is not None and price_per_hour is not None:
+        cost = training_cost(time.seconds, price_per_hour, n_devices=devices)
+    plan = Plan(loaded, target, planned, evaluation(loaded), fit, time, cost)
+    emit(plan.to_dict(), plan.to_text(), as_json=as_json)
+    if fit is not None and not fit.fits:
+        raise typer.Exit(int(ExitCode.WILL_NOT_FIT))
+
+
+@app.command("break-even")
+def plan_break_even(
+    tuning_cost: Annotated[float, typer.Option(help="Price of the tuning: data, people and training.")],
+    large_price: Annotated[float, typer.Option(help="Large model, price of a million tokens.")],
+    small_price: Annotated[float, typer.Option(help="Tuned model, price of a million tokens.")],
+    gpu_per_month: Annotated[float, typer.Option(help="Fixed price of serving the tuned model.")] = 0.0,
+    months: Annotated[float, typer.Option(help="How long the tuned model will be used.")] = 12.0,
+    large_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prompt of the large model, its examples included.")
+    ] = None,
+    small_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prompt of the tuned model, which needs no examples.")
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """From which monthly volume a tuned small model is cheaper than a large one, with the curve of cost over volume."""
+    from finetune.cli.plan_page import break_even_text
+    from finetune.plan.cost import break_even, query_cost
+
+    result = break_even(
+        tuning_cost=tuning_cost,
+        amortise_months=months,
+        large_price_per_million_tokens=large_price,
+        small_price_per_million_tokens=small_price,
+        gpu_per_month=gpu_per_month,
+    )
+    queries = {
+        name: query_cost(prompt, output_tokens, input_price_per_million=price)
+        for name, prompt, price in (
+            ("large", large_prompt_tokens, large_price),
+            ("tuned", small_prompt_tokens, small_price),
+        )
+        if prompt is not None
+    }
+    emit(
+        result.to_dict() | {"query_cost": queries},
+        break_even_text(result, months=months, query_costs=queries),
+        as_json=as_json,
+    )

@@ -1,0 +1,249 @@
+"""What `finetune plan` needs around the arithmetic: the model's configuration, the device, and the printed page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.errors import UserError, did_you_mean
+from finetune.plan.time import DeviceSpec
+from finetune.units import format_bytes, format_count, format_duration, parse_bytes
+
+if TYPE_CHECKING:
+    from finetune.plan.cost import BreakEven
+    from finetune.plan.fits import Fit, Suggestion
+    from finetune.plan.memory import Forecast
+    from finetune.plan.time import TrainingTime
+    from finetune.recipe.schema import Recipe
+
+_BUILTIN_PREFIX = "builtin:"
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_TERM_NAMES = {
+    "weights": "weights",
+    "quantization_constants": "quantization constants",
+    "master_copy": "fp32 master copy",
+    "adapters": "adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "buffers": "buffers",
+    "kv_cache": "keys and values",
+    "fragmentation": "fragmentation",
+    "process": "process and libraries",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the recipe is to run. `memory_bytes` is None when nobody said and nothing is known."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_bytes: int | None
+    spec: DeviceSpec | None
+
+
+def config_of_model(recipe: Recipe) -> dict[str, Any]:
+    """config.json of the recipe's model: from a table, a folder, or the hub's cache; no weights, no torch.
+
+    A folder needs nothing but config.json, so a model can be planned before it is downloaded.
+    """
+    from finetune.paths import read_json
+    from finetune.plan.builtin import BUILTIN_CONFIGS
+
+    id = recipe.model.id
+    if id.startswith(_BUILTIN_PREFIX):
+        name = id.removeprefix(_BUILTIN_PREFIX)
+        if name not in BUILTIN_CONFIGS:
+            raise UserError(
+                f"no embedded model is called '{name}'",
+                where="model.id",
+                fix=did_you_mean(name, BUILTIN_CONFIGS),
+            )
+        return BUILTIN_CONFIGS[name]
+    given = Path(id).expanduser()
+    if given.exists() or id.startswith((".", "/", "~")):
+        if not (given / "config.json").is_file():
+            raise UserError(
+                f"{given} holds no config.json",
+                where="model.id",
+                fix="name a model folder; config.json alone is enough for a plan",
+            )
+        config: dict[str, Any] = read_json(given / "config.json")
+        return config
+    from finetune.model.source import read_config, resolve_model
+
+    return read_config(resolve_model(id, recipe.model.revision, weights=False))
+
+
+def find_target(device: str | None, memory: str | None) -> Target:
+    """The device by name; without one, CUDA where its driver is loaded, else this machine's processor and memory."""
+    from finetune.plan.time import device_spec
+
+    memory_bytes = parse_bytes(memory) if memory is not None else None
+    if device is None:
+        device = "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
+    if device == "cuda":
+        return Target("cuda", "cuda", memory_bytes, None)
+    if device == "cpu":
+        import psutil
+
+        return Target("cpu", "cpu", memory_bytes or psutil.virtual_memory().total, None)
+    spec = device_spec(device)
+    return Target("cuda", spec.name, memory_bytes or spec.memory_bytes, spec)
+
+
+def plan_time(
+    recipe: Recipe,
+    config: dict[str, Any],
+    target: Target,
+    training: Forecast,
+    train_tokens: int | None,
+    n_rows: int | None,
+    tokens_per_second: float | None,
+    n_devices: int,
+) -> TrainingTime | None:
+    """Length of the training, when the tokens are given and a rate is given or known."""
+    from finetune.plan.architecture import read_architecture
+    from finetune.plan.time import device_rate, training_time
+
+    if train_tokens is None:
+        return None
+    basis, rate = "probe", tokens_per_second
+    if rate is None:
+        if target.spec is None:
+            raise UserError(
+                f"no rate is known for device '{target.name}'",
+                where="--tokens-per-second",
+                fix="give a measured rate (events.jsonl of any run has it), or name a GPU with --device",
+            )
+        basis = target.spec.name
+        rate = device_rate(
+            target.spec, read_architecture(config), recipe, recipe.data.max_tokens, training.n_trainable
+        )
+    return training_time(recipe, train_tokens, rate, n_rows=n_rows, n_devices=n_devices, basis=basis)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `finetune plan RECIPE` answers."""
+
+    recipe: Recipe
+    target: Target
+    training: Forecast
+    evaluation: Forecast
+    fit: Fit | None
+    time: TrainingTime | None
+    cost: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.name,
+            "model": self.recipe.model.id,
+            "device": self.target.name,
+            "training": self.training.to_dict(),
+            "evaluation": self.evaluation.to_dict(),
+            "peak_bytes": max(self.training.total_bytes, self.evaluation.total_bytes),
+            "fit": self.fit.to_dict() if self.fit is not None else None,
+            "time": asdict(self.time) if self.time is not None else None,
+            "cost": self.cost,
+        }
+
+    def to_text(self) -> str:
+        training = self.training
+        lines = [
+            f"{self.recipe.name}: {self.recipe.model.id}, {format_count(training.n_parameters)} parameters, "
+            f"{format_count(training.n_trainable)} trained, on {self.target.name}",
+            "",
+            *_term_lines(training),
+            "",
+            f"  training at its worst ({training.moment}, {training.assumptions['tokens_per_forward']} tokens a "
+            f"forward pass, {training.assumptions['attention']} attention): {format_bytes(training.total_bytes)}",
+            f"  evaluation ({self.evaluation.assumptions['batch']} answers at once, up to "
+            f"{self.evaluation.assumptions['prompt_tokens']} + {self.evaluation.assumptions['new_tokens']} tokens, "
+            f"{self.evaluation.assumptions['dtype']}): {format_bytes(self.evaluation.total_bytes)}",
+        ]
+        if training.host_bytes:
+            lines.append(f"  offloaded to the host: {format_bytes(training.host_bytes)}")
+        if self.time is not None:
+            lines.append(
+                f"  time: {self.time.steps} steps, {self.time.tokens:,} tokens at {self.time.tokens_per_second:,.0f} "
+                f"tokens/s ({self.time.basis}): {format_duration(self.time.seconds)}"
+                + (f", cost {self.cost:,.4g}" if self.cost is not None else "")
+            )
+        return "\n".join([*lines, "", *self._fit_lines()])
+
+    def _fit_lines(self) -> list[str]:
+        fit = self.fit
+        if fit is None:
+            return ["give --memory 24GB to see whether it fits"]
+        if fit.fits:
+            spare = format_bytes(fit.memory_bytes - fit.needed_bytes)
+            return [f"fits in {format_bytes(fit.memory_bytes)}: {spare} to spare"]
+        lines = [
+            f"does not fit in {format_bytes(fit.memory_bytes)}: "
+            f"{format_bytes(fit.needed_bytes - fit.memory_bytes)} too much"
+        ]
+        if not fit.suggestions:
+            return [
+                *lines,
+                "no key of the recipe would make it smaller: take a smaller model or more devices",
+            ]
+        if fit.suggestions[0].fits:
+            lines.append("any one of these makes it fit, cheapest first:")
+        else:
+            lines.append("not even all of this is enough; take a smaller model, or more devices (--devices):")
+        return [*lines, *(line for suggestion in fit.suggestions for line in _suggestion_lines(suggestion))]
+
+
+def _term_lines(forecast: Forecast) -> list[str]:
+    lines = []
+    for name, size in forecast.terms_bytes.items():
+        if size:
+            share = size / forecast.total_bytes
+            lines.append(
+                f"  {_TERM_NAMES[name]:<22} {format_bytes(size):>9}  {share:>4.0%}  {'█' * round(share * 40)}"
+            )
+    return lines
+
+
+def _suggestion_lines(suggestion: Suggestion) -> list[str]:
+    flags = " ".join(f"--set {key}={_written(value)}" for key, value in suggestion.changes.items())
+    kept = "same result" if suggestion.same_result else "changes what is trained or how it is judged"
+    return [
+        f"  {flags}",
+        f"      {format_bytes(suggestion.total_bytes)}, time ×{suggestion.slowdown:.2f}, {kept}: {suggestion.note}",
+    ]
+
+
+def _written(value: str | int | float | bool) -> str:
+    """A value as `--set` reads it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def break_even_text(result: BreakEven, *, months: float, query_costs: dict[str, float]) -> str:
+    """The volume, and both costs a month over the volume."""
+    lines = [
+        f"fixed cost of the tuned model: {result.fixed_cost_per_month:,.2f} a month over {months:g} months"
+    ]
+    if result.million_tokens_per_month is None or result.of_which_gpu_only is None:
+        lines.append("the tuned model saves nothing on a token: no volume pays for it")
+    else:
+        lines.append(
+            f"pays from {result.million_tokens_per_month:,.1f} million tokens a month "
+            f"({result.of_which_gpu_only:,.1f} once the tuning is paid off); "
+            f"each million saves {result.saving_per_million_tokens:,.2f}"
+        )
+    lines += [f"a query costs {cost:.6f} with the {name} model" for name, cost in query_costs.items()]
+    lines += ["", f"  {'million tokens':>14}  {'large':>12}  {'tuned':>12}"]
+    for point in result.curve:
+        cheaper = "tuned is cheaper" if point.tuned_model < point.large_model else ""
+        lines.append(
+            f"  {point.million_tokens_per_month:>14,.1f}  {point.large_model:>12,.2f}  "
+            f"{point.tuned_model:>12,.2f}  {cheaper}".rstrip()
+        )
+    return "\n".join(lines)
