@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,18 @@ def build_tiny_model(*, seed: int = 0, vocab_size: int = 259, tie: bool = True, 
         pad_token_id=2,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def make_tiny_model() -> Callable[..., Any]:
+    """`build_tiny_model`, for tests that need other models than the default one."""
+    return build_tiny_model
+
+
+@pytest.fixture
+def make_tiny_tokenizer() -> Callable[..., Any]:
+    """`build_tiny_tokenizer`, for tests that need a second tokenizer."""
+    return build_tiny_tokenizer
 
 
 @pytest.fixture

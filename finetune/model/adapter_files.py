@@ -6,6 +6,7 @@ a missing `lora_alpha` the update is scaled by a default. Here every tensor must
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,7 +25,12 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ORIGIN_FILE = "base_model.json"  # which base the adapter was trained on, by content; PEFT ignores it
 # Where the adapter was made says nothing about what it computes.
 _PLACE_KEYS = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
-_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "embed_out.weight")
+# An embedding or head as PEFT saves it whole: itself, or inside one of the wrappers it may have.
+_EMBEDDING = re.compile(
+    r".*\b(embed_tokens|lm_head|wte|embed_in|embed_out)(\.token_adapter)?(\.(base_layer|original_module|modules_to_save))?"
+    r"\.weight"
+)
+_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
 def save_adapter(
@@ -90,16 +96,19 @@ def load_adapter(
     configuration = read_adapter_config(folder)
     _check_base(folder, source)
     tensors = load_file(str(folder / ADAPTER_WEIGHTS))
-    embeddings = {key: tensor for key, tensor in tensors.items() if key.endswith(_EMBEDDINGS)}
+    rows_before = model.get_input_embeddings().weight.shape[0]
+    n_rows = next((len(value) for key, value in tensors.items() if _EMBEDDING.fullmatch(key)), rows_before)
     config = LoraConfig.from_pretrained(str(folder))
     config.inference_mode = not trainable
     refuse_second_adapter(model)
     needed_gradient = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if n_rows != rows_before:
+        model.resize_token_embeddings(n_rows, mean_resizing=False)  # filled from the adapter below
     try:
         with torch.random.fork_rng(devices=[]):
             wrapped = get_peft_model(model, config)
     except ValueError as error:
-        _unwrap(model, needed_gradient)
+        _unwrap(model, needed_gradient, rows_before)
         raise UserError(
             f"no module of the base matches the adapter's targets {sorted(configuration['target_modules'])}",
             where=str(folder),
@@ -110,12 +119,13 @@ def load_adapter(
         _check_tensors(wrapped, tensors, folder)
     except UserError:
         wrapped.unload()
-        _unwrap(model, needed_gradient)
+        _unwrap(model, needed_gradient, rows_before)
         raise
-    n_rows = next(iter(embeddings.values())).shape[0] if embeddings else None
-    if n_rows is not None and n_rows != model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(n_rows, mean_resizing=False)  # filled from the adapter right below
     set_peft_model_state_dict(wrapped, tensors)
+    if not trainable:
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" not in name:  # biases trained along are the base's own and keep its type
+                parameter.requires_grad_(False)
     trainables_to_fp32(wrapped)
     wrapped.eval()
     return wrapped
@@ -214,7 +224,11 @@ def _check_tensors(wrapped: Any, tensors: Mapping[str, torch.Tensor], folder: Pa
         key: tuple(tensor.shape)
         for key, tensor in get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()
     }
-    found = {key: tuple(tensor.shape) for key, tensor in tensors.items() if not key.endswith(_EMBEDDINGS)}
+    found = {
+        key: tuple(tensor.shape)
+        for key, tensor in tensors.items()
+        if key in expected or not (_EMBEDDING.fullmatch(key) or _repeats_tied_rows(key, tensors, expected))
+    }
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(found.keys() - expected.keys())
     misshapen = sorted(key for key in expected.keys() & found.keys() if expected[key] != found[key])
@@ -236,8 +250,17 @@ def _check_tensors(wrapped: Any, tensors: Mapping[str, torch.Tensor], folder: Pa
         )
 
 
-def _unwrap(model: Any, needed_gradient: list[torch.nn.Parameter]) -> None:
-    """Take back what wrapping did to the base model besides its modules."""
+def _repeats_tied_rows(key: str, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, Any]) -> bool:
+    """Trained token rows of a tied head: when the whole head is saved, PEFT writes the embedding's rows once more."""
+    if not key.endswith(_TOKEN_ROWS):
+        return False
+    return any(torch.equal(tensors[key], tensors[own]) for own in expected if own.endswith(_TOKEN_ROWS))
+
+
+def _unwrap(model: Any, needed_gradient: list[torch.nn.Parameter], n_rows: int) -> None:
+    """Take back what wrapping did to the base model besides its modules; `n_rows` are the embedding's it had."""
+    if model.get_input_embeddings().weight.shape[0] != n_rows:
+        model.resize_token_embeddings(n_rows, mean_resizing=False)
     if hasattr(model, "peft_config"):
         del model.peft_config
     for parameter in needed_gradient:
