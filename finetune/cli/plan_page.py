@@ -211,10 +211,11 @@ def _term_lines(forecast: Forecast) -> list[str]:
 
 def _suggestion_lines(suggestion: Suggestion) -> list[str]:
     flags = " ".join(f"--set {key}={_written(value)}" for key, value in suggestion.changes.items())
-    kept = "same result" if suggestion.same_result else "changes what is trained or how it is judged"
+    from finetune.plan.fits import SACRIFICES
+
     return [
         f"  {flags}",
-        f"      {format_bytes(suggestion.total_bytes)}, time ×{suggestion.slowdown:.2f}, {kept}: {suggestion.note}",
+        f"      {format_bytes(suggestion.total_bytes)}, time ×{suggestion.slowdown:.2f}, {SACRIFICES[suggestion.sacrifice]}: {suggestion.note}",
     ]
 
 

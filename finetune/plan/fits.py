@@ -1,7 +1,8 @@
 """Does it fit, and if not, which keys of the recipe to change: the cheapest changes first.
 
-Changes that leave the result of the training as it is come before those that train something else; within each group
-the price in speed decides. Prices are usual factors on the time of a step, not measurements of this machine.
+Changes that leave the result as it is come first, then those of precision, then those of what is trained, and last those
+that lose rows; within each group the price in speed decides. Prices are usual factors on the time of a step, not
+measurements of this machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from finetune.recipe.schema import Recipe
 Changes = dict[str, str | int | float | bool]
 Reforecast = Callable[[Recipe], Forecast]
 
+# What a change costs besides time, from nothing to data.
+NOTHING, PRECISION, TRAINED_PART, ROWS = range(4)
+SACRIFICES = ("same result", "another precision", "trains something else", "loses rows")
+
 MAX_CHANGES = 3
 MAX_SUGGESTIONS = 5
 _SMALLER_BATCH_SLOWDOWN = 1.05
@@ -34,11 +39,15 @@ class Suggestion:
     total_bytes: int
     fits: bool
     slowdown: float
-    same_result: bool
+    sacrifice: int
     note: str
 
+    @property
+    def same_result(self) -> bool:
+        return self.sacrifice == NOTHING
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"sacrifice": SACRIFICES[self.sacrifice], "same_result": self.same_result}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class _Move:
 
     changes: Changes
     slowdown: float
-    same_result: bool
+    sacrifice: int
     note: str
 
 
@@ -86,7 +95,7 @@ def fits(forecast: Forecast, memory_bytes: int, recipe: Recipe, reforecast: Refo
                     found.append(suggestion)
     if not found:
         found = _everything(recipe, memory_bytes, reforecast)
-    ranked = sorted(found, key=lambda s: (not s.same_result, s.slowdown, len(s.changes), -s.total_bytes))
+    ranked = sorted(found, key=lambda s: (s.sacrifice, s.slowdown, len(s.changes), -s.total_bytes))
     return Fit(False, forecast.total_bytes, memory_bytes, tuple(ranked[:MAX_SUGGESTIONS]))
 
 
@@ -105,7 +114,7 @@ def with_changes(recipe: Recipe, changes: Changes) -> Recipe:
 def _tried(
     recipe: Recipe, chosen: tuple[_Maker, ...], memory_bytes: int, reforecast: Reforecast
 ) -> Iterator[Suggestion]:
-    """The chosen kinds of change, one behind the other: at full strength, and weaker where that suffices."""
+    """The chosen kinds of change, one behind the other: weakest first, until one fits."""
     moves_of_first = chosen[0](recipe)
     for first in moves_of_first:
         suggestion = _combined(recipe, first, chosen[1:], memory_bytes, reforecast)
@@ -144,7 +153,7 @@ def _combined(
         total_bytes=total,
         fits=total <= memory_bytes,
         slowdown=round(math.prod(move.slowdown for move in moves), 2),
-        same_result=all(move.same_result for move in moves),
+        sacrifice=max(move.sacrifice for move in moves),
         note="; ".join(dict.fromkeys(move.note for move in moves)),
     )
 
@@ -172,7 +181,7 @@ def _everything(recipe: Recipe, memory_bytes: int, reforecast: Reforecast) -> li
             total,
             total <= memory_bytes,
             round(math.prod(move.slowdown for move in kept), 2),
-            all(move.same_result for move in kept),
+            max(move.sacrifice for move in kept),
             "; ".join(dict.fromkeys(move.note for move in kept)),
         )
     ]
@@ -197,7 +206,7 @@ def _smaller_micro_batch(recipe: Recipe) -> list[_Move]:
                     "train.gradient_accumulation_steps": accumulation * size // smaller,
                 },
                 round(_SMALLER_BATCH_SLOWDOWN ** len(f"{size // smaller:b}") / _SMALLER_BATCH_SLOWDOWN, 3),
-                True,
+                NOTHING,
                 "the same step in smaller parts",
             )
         )
@@ -218,7 +227,7 @@ def _shorter_packs(recipe: Recipe) -> list[_Move]:
                         "train.gradient_accumulation_steps": accumulation * factor,
                     },
                     round(_SMALLER_BATCH_SLOWDOWN ** int(math.log2(factor)), 3),
-                    True,
+                    NOTHING,
                     "the same tokens a step in shorter packs",
                 )
             )
@@ -231,7 +240,7 @@ def _fused_attention(recipe: Recipe) -> list[_Move]:
         recipe.train.packing or recipe.model.attention == "eager"
     ):
         return []
-    return [_Move({"model.attention": "auto"}, 0.9, True, "attention without a stored probability matrix")]
+    return [_Move({"model.attention": "auto"}, 0.9, NOTHING, "attention without a stored probability matrix")]
 
 
 def _checkpointing(recipe: Recipe) -> list[_Move]:
@@ -241,7 +250,7 @@ def _checkpointing(recipe: Recipe) -> list[_Move]:
         _Move(
             {"train.gradient_checkpointing": True},
             CHECKPOINTING_SLOWDOWN,
-            True,
+            NOTHING,
             "activations are computed twice instead of kept",
         )
     ]
@@ -250,16 +259,20 @@ def _checkpointing(recipe: Recipe) -> list[_Move]:
 def _bf16(recipe: Recipe) -> list[_Move]:
     if recipe.model.dtype == "bf16":
         return []
-    return [_Move({"model.dtype": "bf16"}, 0.6, False, "computes in bf16, trained weights stay fp32")]
+    return [_Move({"model.dtype": "bf16"}, 0.6, PRECISION, "computes in bf16, trained weights stay fp32")]
 
 
 def _plain_lora(recipe: Recipe) -> list[_Move]:
     if recipe.adapter.kind == "dora":
         return [
-            _Move({"adapter.kind": "lora"}, round(1 / DORA_SLOWDOWN, 2), False, "LoRA without magnitudes")
+            _Move(
+                {"adapter.kind": "lora"}, round(1 / DORA_SLOWDOWN, 2), TRAINED_PART, "LoRA without magnitudes"
+            )
         ]
     if recipe.adapter.kind == "none":
-        return [_Move({"adapter.kind": "lora"}, 0.75, False, "trains an adapter instead of all weights")]
+        return [
+            _Move({"adapter.kind": "lora"}, 0.75, TRAINED_PART, "trains an adapter instead of all weights")
+        ]
     return []
 
 
@@ -267,7 +280,9 @@ def _quantized(recipe: Recipe) -> list[_Move]:
     if recipe.model.quantize != "none" or recipe.adapter.kind == "none":
         return []
     return [
-        _Move({"model.quantize": "nf4"}, QUANTIZED_SLOWDOWN, False, "the frozen weights in 4 bits (QLoRA)")
+        _Move(
+            {"model.quantize": "nf4"}, QUANTIZED_SLOWDOWN, PRECISION, "the frozen weights in 4 bits (QLoRA)"
+        )
     ]
 
 
@@ -282,7 +297,7 @@ def _smaller_rank(recipe: Recipe) -> list[_Move]:
             _Move(
                 {"adapter.rank": rank, "adapter.alpha": section.alpha * rank / section.rank},
                 1.0,
-                False,
+                TRAINED_PART,
                 "an adapter of fewer parameters",
             )
         )
@@ -298,7 +313,7 @@ def _shorter_rows(recipe: Recipe) -> list[_Move]:
         changes: Changes = {"data.max_tokens": limit, "data.long_rows": "drop"}
         if recipe.train.packing:
             changes["train.pack_tokens"] = min(recipe.train.pack_tokens, limit)
-        moves.append(_Move(changes, 1.0, False, f"rows longer than {limit} tokens are dropped"))
+        moves.append(_Move(changes, 1.0, ROWS, f"rows longer than {limit} tokens are dropped"))
     return moves
 
 
@@ -308,7 +323,7 @@ def _smaller_eval_batch(recipe: Recipe) -> list[_Move]:
     while size > 1:
         size //= 2
         moves.append(
-            _Move({"eval.batch_size": size}, 1.0, True, "fewer answers written at once: slower evaluation")
+            _Move({"eval.batch_size": size}, 1.0, NOTHING, "fewer answers written at once: slower evaluation")
         )
     return moves
 
@@ -316,7 +331,7 @@ def _smaller_eval_batch(recipe: Recipe) -> list[_Move]:
 def _bf16_eval(recipe: Recipe) -> list[_Move]:
     if recipe.eval.dtype == "bf16":
         return []
-    return [_Move({"eval.dtype": "bf16"}, 1.0, False, "every arm of the evaluation computes in bf16")]
+    return [_Move({"eval.dtype": "bf16"}, 1.0, PRECISION, "every arm of the evaluation computes in bf16")]
 
 
 _Maker = Callable[[Recipe], list[_Move]]

@@ -73,7 +73,7 @@ def test_no_part_of_a_suggestion_would_do(gigabytes: float) -> None:
 
 def test_what_keeps_the_result_comes_first_and_then_the_price_decides() -> None:
     suggestions = fit(recipe(**LARGE), 30).suggestions
-    ranks = [(not suggestion.same_result, suggestion.slowdown) for suggestion in suggestions]
+    ranks = [(suggestion.sacrifice, suggestion.slowdown) for suggestion in suggestions]
     assert ranks == sorted(ranks)
     assert suggestions[0].same_result
 
