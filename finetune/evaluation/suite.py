@@ -10,7 +10,14 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
-from finetune.evaluation.scorers.registry import SCORERS, Score, ScorerKind, find_scorer, make_scorer
+from finetune.evaluation.scorers.registry import (
+    SCORERS,
+    Score,
+    ScorerKind,
+    find_scorer,
+    make_scorer,
+    scorer_digest,
+)
 from finetune.paths import find_declarative
 from finetune.recipe.schema import Count, Section, Share
 from finetune.recipe.yaml_loader import load_typed
@@ -176,7 +183,7 @@ class Suite(Section):
         Items that come from a dataset build are not in it; `items_digest` pins those, beside it in every summary.
         """
         definition = self.model_dump(mode="json", exclude={"description"})
-        definition["code"] = {one.scorer: find_scorer(one.scorer).code_digest for one in self.scoring}
+        definition["code"] = [scorer_digest(one.scorer, one.parameters) for one in self.scoring]
         if self.items_file is not None:
             definition["items_file"] = digest_file(self.items_file)
         return digest_json(definition)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from finetune.digest import digest_file
 from finetune.errors import UserError, did_you_mean
-from finetune.evaluation.scorers import checks, json_object, measured, optional, text
+from finetune.evaluation.scorers import checks, extension, json_object, measured, optional, text
 
 Compare = Callable[[str, str], float]
 Check = Mapping[str, Any] | None
@@ -59,7 +60,7 @@ def _plain(function: Compare, **traits: Any) -> ScorerKind:
     return _kind(function.__name__, lambda: function, function, **traits)
 
 
-def _made(make: Callable[..., Compare], **traits: Any) -> ScorerKind:
+def _made(make: Callable[..., Callable[[str, Any], float]], **traits: Any) -> ScorerKind:
     """A scorer with parameters, made by `make_<name>`."""
     return _kind(make.__name__.removeprefix("make_"), make, make, **traits)
 
@@ -85,6 +86,9 @@ SCORERS: dict[str, ScorerKind] = {
         _made(optional.make_bleu),
         _made(optional.make_rouge),
         _made(optional.make_json_schema),
+        _made(extension.make_python),
+        _made(extension.make_evaluate_metric),
+        _made(extension.make_runs_code, by_item=True),
         _plain(measured.choice_accuracy, task="choice"),
         _plain(measured.choice_accuracy_per_token, task="choice"),
         _plain(measured.choice_accuracy_per_byte, task="choice"),
@@ -119,6 +123,20 @@ def make_scorer(name: str, parameters: Mapping[str, Any], where: str = "") -> Sc
     if kind.by_item:
         return lambda output, reference, check: score(output, check or {})
     return lambda output, reference, check: score(output, reference)
+
+
+def scorer_digest(name: str, parameters: Mapping[str, Any]) -> str:
+    """Of the scorer's code; for a Python function or a metric script, of that file too."""
+    own = find_scorer(name).code_digest
+    if name == "python":
+        spec = importlib.util.find_spec(str(parameters.get("function", "")).partition(":")[0])
+        files = [Path(spec.origin)] if spec is not None and spec.origin else []
+    elif name == "evaluate_metric":
+        path = Path(str(parameters.get("path", ""))).expanduser()
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    else:
+        files = []
+    return "-".join([own, *(digest_file(path)[:16] for path in files if path.is_file())])
 
 
 def _sources(module: ModuleType, seen: set[Path] | None = None) -> set[Path]:
