@@ -15,6 +15,7 @@ above 0, p = 0.06). The more cautious of the two decides then: a difference coun
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -167,7 +168,7 @@ def compare(
         low=estimate.low,
         high=estimate.high,
         confidence=confidence,
-        p_value=estimate.p_value,
+        p_value=max(estimate.p_value, sys.float_info.min),  # evidence may underflow, it is never certainty
         test=estimate.test,
         interval=estimate.interval,
         reason=estimate.reason,

@@ -19,7 +19,7 @@ from finetune.errors import UserError
 _NOT_SCORES = frozenset(
     {
         "item", "id", "index", "idx", "repeat", "epoch", "sample", "seed", "cluster", "prompt_tokens", "output_tokens",
-        "latency_seconds", "seconds", "n", "doc_id",
+        "latency_seconds", "seconds", "n", "doc_id", "target", "label",
     }
 )  # fmt: skip
 _CLUSTER_HOLDERS = ("tags", "metadata", "doc")

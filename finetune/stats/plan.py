@@ -52,7 +52,8 @@ class PowerPlan:
         """For the screen."""
         points = f"{100 * self.effect:+.1f} points"
         assumed = " (assumed; a pilot would tell)" if self.assumed_discordance else ""
-        unpaired = "-" if self.items_unpaired_per_arm is None else f"{self.items_unpaired_per_arm:,} per arm"
+        per_arm, reached = self.items_unpaired_per_arm, self.power_unpaired
+        unpaired = "not possible" if per_arm is None else f"{per_arm:,} per arm"
         found = [
             f"to find {points} with {self.power:.0%} power at {self.alpha:.0%}:",
             f"  paired    {self.items_paired:,} items, at {self.discordance:.1%} discordant items{assumed}",
@@ -69,8 +70,8 @@ class PowerPlan:
         if self.items is not None:
             detectable = [self.least_detectable_paired or 0.0, self.least_detectable_unpaired or 0.0]
             found += [
-                f"{self.items:,} items find {points} with {self.power_paired:.0%} power paired, "
-                f"{self.power_unpaired:.0%} unpaired",
+                f"{self.items:,} items find {points} with {self.power_paired:.0%} power paired"
+                + ("" if reached is None else f", {reached:.0%} unpaired"),
                 f"{self.items:,} items cannot tell a difference below {100 * detectable[0]:.1f} points paired, "
                 f"{100 * detectable[1]:.1f} unpaired",
             ]
