@@ -52,6 +52,19 @@ def run(
         bool, typer.Option("--noise", help="Also run the base against itself (A/A) for the noise floor.")
     ] = False,
     inner: InnerFlag = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Let an OpenAI-compatible server answer, e.g. http://localhost:8000/v1."
+        ),
+    ] = None,
+    server_base: Annotated[str, typer.Option(help="With --server: its name of the base model.")] = "base",
+    server_tuned: Annotated[
+        str, typer.Option(help="With --server: its name of the tuned model or adapter.")
+    ] = "tuned",
+    server_key: Annotated[
+        str | None, typer.Option(help="With --server: environment variable that holds the API key.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Evaluate a finished run against a baseline, item by item. Saved answers are reused. The exit code is the verdict."""
@@ -61,14 +74,21 @@ def run(
     from finetune.evaluation.compare import combine
     from finetune.evaluation.screen import comparison_lines, noise_lines
     from finetune.paths import write_json
-    from finetune.pipeline.reevaluate import FinishedRun, compare_run, measure_noise
+    from finetune.pipeline.reevaluate import FinishedRun, ServedModels, compare_run, measure_noise
 
-    finished = FinishedRun.open(folder, batch_size=batch_size, say=note)
+    served = None
+    if server is not None:
+        from finetune.evaluation.server import ServerModel
+
+        served = ServedModels(
+            *(ServerModel(server, name, server_key) for name in (server_base, server_tuned))
+        )
+    finished = FinishedRun.open(folder, batch_size=batch_size, served=served, say=note)
     chosen = finished.answers.recipe_suites(suites)
     floor = measure_noise(finished, chosen) if noise else []
     results = compare_run(finished, chosen, baseline=baseline, inner=inner)
     comparison = combine(results) | ({"noise": floor} if noise else {})
-    path = folder / "eval" / f"comparison-{_slug(baseline, suites)}.json"
+    path = folder / "eval" / f"comparison-{_slug(baseline, suites, server)}.json"
     write_json(path, comparison)
     lines = noise_lines(floor) + [line for result in results for line in comparison_lines(result)]
     verdict = f"verdict: {comparison['verdict']} (written to {path})"
@@ -76,9 +96,10 @@ def run(
     return int(comparison["exit_code"])
 
 
-def _slug(baseline: str, suites: list[str] | None) -> str:
+def _slug(baseline: str, suites: list[str] | None, server: str | None) -> str:
     """Part of a file name that tells comparisons of one run apart."""
-    return "-".join([Path(baseline).name.removesuffix(".jsonl"), *(Path(name).stem for name in suites or [])])
+    parts = [Path(baseline).name.removesuffix(".jsonl"), *(Path(name).stem for name in suites or [])]
+    return "-".join([*parts, "server"] if server is not None else parts)
 
 
 @app.command()

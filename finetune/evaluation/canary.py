@@ -74,6 +74,16 @@ def canary_differs(
     return difference
 
 
+def refuse_same_answers(baseline: Sequence[str], tuned: Sequence[str]) -> None:
+    """Where logits cannot be seen (a server): the tuned model must answer at least one item otherwise."""
+    if list(baseline) == list(tuned):
+        raise UserError(
+            f"the tuned model gives the base's answer to all {len(tuned)} items",
+            why="an adapter that is active changes some answer",
+            fix="check that the server serves the adapter under the name given for the tuned model",
+        )
+
+
 def adapter_sha256(folder: Path) -> str:
     """SHA-256 of the adapter's weights file, as `sha256sum adapter_model.safetensors` prints it."""
     path = folder / _WEIGHTS

@@ -109,6 +109,7 @@ def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary, *, inner:
             ("suite_digest", "the suite"),
             ("items_digest", "the set of items"),
             ("template_sha256", "the chat template"),
+            ("backend", "the backend"),
         )
         if getattr(baseline, name) != getattr(arm, name) and not (inner and name == "items_digest")
     ]

@@ -39,6 +39,7 @@ class ArmSummary:
     batch_size: int
     prompt_tokens: int
     template_sha256: str
+    backend: str = "transformers"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -26,6 +26,7 @@ from finetune.evaluation.records import (
     write_arm,
 )
 from finetune.evaluation.scoring import check_references, rescored, score_records, summarise_arm
+from finetune.evaluation.server import ServerModel, server_answers
 from finetune.evaluation.stopping import stop_rule
 from finetune.evaluation.suite import Suite
 from finetune.telemetry.progress import Progress
@@ -47,7 +48,8 @@ def evaluate_arm(
 ) -> ArmSummary:
     """Answer every item with one arm and write `<arm>.jsonl` and `<arm>.summary.json` into `out_folder`.
 
-    key: digest of the weights, their quantization, the adapter and the compute type. Prompts (with tokenizer, template,
+    model: a transformers model, one wrapped by PEFT, or a `ServerModel`. batch_size: rows decoded, or requests sent, at
+    a time. key: digest of the weights, their quantization, the adapter and the compute type. Prompts (with tokenizer, template,
     system message and examples), decoding and items are added to it here. base_model: the untuned model, only for
     suites that measure KL against it with a model that carries no adapter.
     An arm that is complete under its key is not answered again, only scored again; an interrupted one continues after
@@ -58,8 +60,7 @@ def evaluate_arm(
     saved = _saved(job, out_folder)
     if saved is not None:
         return saved
-    context = _inner(model).config.get_text_config()
-    refuse_too_long(suite, items, job.prompts, getattr(context, "max_position_embeddings", None), arm)
+    _check_model(job, model)
     records, seconds = _answer_all(job, model, base_model, batch_size=batch_size, folder=out_folder)
     records = score_records(suite, records)
     summary = summarise_arm(
@@ -72,9 +73,22 @@ def evaluate_arm(
         adapter_sha256=adapter_sha256,
         batch_size=batch_size,
         template_sha256=digest_json(tokenizer.chat_template),
+        backend="server" if isinstance(model, ServerModel) else "transformers",
     )
     write_arm(out_folder, summary, records)
     return summary
+
+
+def _check_model(job: _Job, model: Any) -> None:
+    """What has to be known of the model before the work: its context, and whether it can do the suite's task."""
+    if not isinstance(model, ServerModel):
+        context = getattr(_inner(model).config.get_text_config(), "max_position_embeddings", None)
+        refuse_too_long(job.suite, job.items, job.prompts, context, job.arm)
+    elif job.suite.task != "generate":
+        raise UserError(
+            f"suite {job.suite.name} measures likelihoods, which a server does not give for whole texts",
+            fix="evaluate this suite without --server",
+        )
 
 
 def saved_arm(
@@ -177,6 +191,9 @@ def _answers(
 ) -> Iterator[Completion]:
     """The completions of the items `todo`; `Completion.index` is a place in `todo`."""
     prompts, items = [job.prompts[index] for index in todo], [job.items[index] for index in todo]
+    if isinstance(model, ServerModel):
+        yield from server_answers(model, prompts, job.suite.decoding, concurrency=batch_size)
+        return
     if job.suite.task == "choice":
         yield from measure_choices(model, job.tokenizer, prompts, items)
         return

@@ -47,13 +47,17 @@ class SavedArm:
 
 @dataclass(frozen=True)
 class RunAnswers:
-    """The answers in a run folder, and what its recipe says about them."""
+    """The answers in a run folder, and what its recipe says about them.
+
+    backend: folder below each suite's own; answers of a server are kept apart from those computed here.
+    """
 
     folder: Path
     recipe: dict[str, Any]
+    backend: str = ""
 
     @classmethod
-    def open(cls, folder: Path) -> RunAnswers:
+    def open(cls, folder: Path, *, backend: str = "") -> RunAnswers:
         """Raises UserError when `folder` is not a run folder."""
         path = folder / "recipe.resolved.yaml"
         if not path.is_file():
@@ -61,7 +65,7 @@ class RunAnswers:
                 f"{folder} is not a run folder: it holds no {path.name}",
                 fix="name the folder that `finetune run` printed, e.g. runs/home_intents_lora-1a2b3c4d",
             )
-        return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+        return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")), backend)
 
     @property
     def suite_names(self) -> list[str]:
@@ -89,7 +93,7 @@ class RunAnswers:
         return [load_suite(named.get(name, name), relative_to=self.folder) for name in names]
 
     def tuned(self, suite: str) -> SavedArm:
-        return SavedArm(self.folder / "eval" / suite, TUNED)
+        return SavedArm(self.folder / "eval" / suite / self.backend, TUNED)
 
     def saved(self, suite: str) -> list[SavedArm]:
         """Every arm of a suite that is complete in this folder, untuned ones first."""
@@ -103,7 +107,7 @@ class RunAnswers:
     def base(self, suite: Suite) -> SavedArm:
         """The untuned arm that the recipe compares with; zero-shot where the suite has no few-shot arm."""
         arm = suite.baseline_arms([self.recipe["eval"]["against"]])[0]
-        return SavedArm(self.folder / "baseline" / suite.name, arm)
+        return SavedArm(self.folder / "baseline" / suite.name / self.backend, arm)
 
 
 def find_baseline(name: str, run: RunAnswers, suite: Suite) -> SavedArm:

@@ -91,6 +91,7 @@ def summarise_arm(
     adapter_sha256: str | None,
     batch_size: int,
     template_sha256: str,
+    backend: str = "transformers",
 ) -> ArmSummary:
     """What one arm did, from its scored records."""
     latencies = [record["latency_seconds"] for record in records]
@@ -110,6 +111,7 @@ def summarise_arm(
         key=key,
         batch_size=batch_size,
         template_sha256=template_sha256,
+        backend=backend,
     )
 
 

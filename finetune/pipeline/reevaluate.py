@@ -12,12 +12,13 @@ from typing import Any
 
 from finetune.digest import digest_json
 from finetune.errors import UserError
-from finetune.evaluation.canary import adapter_sha256, canary_differs
+from finetune.evaluation.canary import adapter_sha256, canary_differs, refuse_same_answers
 from finetune.evaluation.compare import compare_saved
 from finetune.evaluation.noise import flip_rate
 from finetune.evaluation.prompts import Arm, build_prompts
 from finetune.evaluation.run import evaluate_arm, saved_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
+from finetune.evaluation.server import ServerModel
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
 from finetune.model.load import load_model, load_tokenizer
@@ -28,6 +29,16 @@ from finetune.pipeline.stages import RunContext, load_tuned
 _CANARY_PROMPTS = 2
 
 
+@dataclass(frozen=True)
+class ServedModels:
+    """Base and tuned model of a run behind one server; both arms are answered by the same backend, or by none."""
+
+    base: ServerModel
+    tuned: ServerModel
+
+    FOLDER = "server"
+
+
 @dataclass
 class FinishedRun:
     """A run folder whose training is complete. Models are loaded when an answer is missing, and then once."""
@@ -35,18 +46,26 @@ class FinishedRun:
     context: RunContext
     answers: RunAnswers
     batch_size: int
+    served: ServedModels | None = None
     _loaded: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, *, batch_size: int | None = None, say: Callable[[str], None]) -> FinishedRun:
+    def open(
+        cls,
+        folder: Path,
+        *,
+        batch_size: int | None = None,
+        served: ServedModels | None = None,
+        say: Callable[[str], None],
+    ) -> FinishedRun:
         """Raises UserError when `folder` is no run folder, or its training is not complete."""
-        answers = RunAnswers.open(folder)
+        answers = RunAnswers.open(folder, backend=ServedModels.FOLDER if served else "")
         inputs = gather_inputs(str(folder / "recipe.resolved.yaml"))
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
         context = RunContext(inputs, manifest, say, load_tokenizer(inputs.source))
-        return cls(context, answers, batch_size or inputs.recipe.eval.batch_size)
+        return cls(context, answers, batch_size or inputs.recipe.eval.batch_size, served)
 
     def data_of(self, suite: Suite) -> SuiteData:
         inputs = self.context.inputs
@@ -76,8 +95,10 @@ class FinishedRun:
         return saved
 
     def _key(self, *, tuned: bool) -> str:
-        """The keys of `finetune run`, so that its answers are found."""
-        dtype = self.context.inputs.recipe.eval.dtype
+        """The keys of `finetune run`, so that its answers are found; for a server, its models' names besides."""
+        dtype: str = self.context.inputs.recipe.eval.dtype
+        if self.served is not None:
+            dtype = f"server {self.served.tuned.name if tuned else self.served.base.name}"
         if tuned:
             return digest_json({"trained": self.context.manifest.output_digest("train"), "dtype": dtype})
         return digest_json({"model": self.context.inputs.source.digest, "dtype": dtype})
@@ -87,6 +108,8 @@ class FinishedRun:
         return adapter_sha256(adapter) if self.context.inputs.recipe.adapter.kind != "none" else None
 
     def _model(self, data: SuiteData) -> Any:
+        if self.served is not None:
+            return self.served.tuned
         if "tuned" not in self._loaded:
             model, _ = load_tuned(self.context)
             if self.context.inputs.recipe.adapter.kind != "none":
@@ -98,6 +121,8 @@ class FinishedRun:
         return self._loaded["tuned"]
 
     def _base(self) -> Any:
+        if self.served is not None:
+            return self.served.base
         if "base" not in self._loaded:
             recipe = self.context.inputs.recipe
             self._loaded = {
@@ -116,7 +141,10 @@ def compare_run(
         for data in every:
             run.answer(data, arms[data.suite.name])
     for data in every:
-        run.answer(data, run.answers.tuned(data.suite.name))
+        tuned = run.answer(data, run.answers.tuned(data.suite.name))
+        if run.served is not None and baseline == BASE:
+            answers = [saved.records() for saved in (arms[data.suite.name], tuned)]
+            refuse_same_answers(*([record["output"] for record in records] for records in answers))
     return [
         compare_saved(data.suite, arms[data.suite.name], run.answers.tuned(data.suite.name), inner=inner)
         for data in every

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -363,3 +365,34 @@ def test_run_refuses_a_run_without_a_tuned_model(finished_run: Path) -> None:
     (finished_run / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="holds no tuned model yet"):
         call("run", finished_run)
+
+
+class _Served(BaseHTTPRequestHandler):
+    """Both models of a run: each answers with its name, so that they differ; `twins` answer alike."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = "same" if self.path.startswith("/twins") else body["model"]
+        answer = {"choices": [{"text": text, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+def test_run_lets_a_server_answer_both_arms_and_proves_that_they_differ(finished_run: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(UserError, match="gives the base's answer to all 12 items"):
+            call("run", finished_run, "--server", f"{url}/twins", "--server-base", "a", "--server-tuned", "b")
+        result = call("run", finished_run, "--server", f"{url}/v1", "--json")
+        server.shutdown()
+    assert json.loads(result.stdout)["comparisons"][0]["n"] == 12
+    assert (finished_run / "eval" / "comparison-base-server.json").is_file()
+    folder = finished_run / "eval" / "task" / "server"
+    assert read_summary(folder, "tuned").backend == "server"
+    assert {record["output"] for record in read_jsonl(folder / "tuned.jsonl")} == {"tuned"}
+    assert not (finished_run / "eval" / "task" / "tuned.jsonl").exists()

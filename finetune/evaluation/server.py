@@ -1,0 +1,129 @@
+"""Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, TGI) that the user has started.
+
+The server gets the very token ids that the local decoder would get, so template, system message and BOS are ours and the
+same for both arms. It decodes greedily; what its batching does to near ties is its own, and an A/A run measures it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.evaluation.generate import Completion
+from finetune.evaluation.prompts import Prompt
+from finetune.evaluation.suite import DecodingSection
+
+_RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """A model behind a URL. `url` ends in `/v1` or the like; `name` is the server's name of the model or adapter.
+
+    key_variable: environment variable that holds the API key; the key itself is never written anywhere.
+    sends_tokens: token ids as prompts; False sends the rendered text, for servers that take no ids.
+    """
+
+    url: str
+    name: str
+    key_variable: str | None = None
+    timeout_seconds: float = 120.0
+    tries: int = 4
+    wait_seconds: float = 1.0
+    sends_tokens: bool = True
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One request, tried again when the server is busy or away. Raises UserError when it stays so or refuses."""
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/{path}", json.dumps(body).encode(), headers=self._headers()
+        )
+        for attempt in range(1, self.tries + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:
+                    found = json.load(response)
+                    if not isinstance(found, dict):
+                        raise ValueError("the answer is not a JSON object")
+                    return found
+            except urllib.error.HTTPError as error:
+                said = error.read(2000).decode(errors="replace")
+                if error.code not in _RETRIED_STATUS or attempt == self.tries:
+                    raise self._fault(f"answered {error.code}: {said[:300]}") from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if attempt == self.tries:
+                    raise self._fault(f"gave no usable answer: {error}") from None
+            time.sleep(self.wait_seconds * 2 ** (attempt - 1))
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.key_variable is not None:
+            key = os.environ.get(self.key_variable)
+            if not key:
+                raise UserError(
+                    f"the environment variable {self.key_variable} is not set", fix="set it to the API key"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
+    def _fault(self, what: str) -> UserError:
+        return UserError(
+            f"the server {what}",
+            where=f"{self.url}, model {self.name}",
+            fix="check URL, model name and the server's log; answers so far are saved, the same command continues",
+        )
+
+
+def server_answers(
+    server: ServerModel, prompts: Sequence[Prompt], decoding: DecodingSection, *, concurrency: int
+) -> Iterator[Completion]:
+    """Yield the completion of every prompt as it arrives, `concurrency` requests at a time.
+
+    `latency_seconds` is the time of the request. Raises UserError when a request fails for good; the requests that are
+    under way are waited for, those not yet sent are dropped.
+    """
+    pool = ThreadPoolExecutor(max_workers=concurrency)
+    try:
+        waiting = [pool.submit(_ask, server, prompt, decoding, place) for place, prompt in enumerate(prompts)]
+        for done in as_completed(waiting):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ask(server: ServerModel, prompt: Prompt, decoding: DecodingSection, place: int) -> Completion:
+    started = time.perf_counter()
+    found = server.post(
+        "completions",
+        {
+            "model": server.name,
+            "prompt": prompt.ids if server.sends_tokens else prompt.text,
+            "max_tokens": decoding.max_new_tokens,
+            "temperature": 0.0,
+            "n": 1,
+            **({"stop": decoding.stop} if decoding.stop else {}),
+        },
+    )
+    seconds = time.perf_counter() - started
+    try:
+        choice = found["choices"][0]
+        text, reason = str(choice["text"]), choice.get("finish_reason")
+        tokens = int(found["usage"]["completion_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise server._fault(f"answered in another format: {json.dumps(found)[:300]}") from None
+    cuts = [at for at in (text.find(stop) for stop in decoding.stop) if at >= 0]
+    return Completion(
+        place,
+        text[: min(cuts)] if cuts else text,
+        tokens,
+        "length" if reason == "length" else "stop",
+        seconds,
+    )
