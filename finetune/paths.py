@@ -18,25 +18,34 @@ _KINDS = ("recipes", "data", "eval")
 
 
 def shipped_root() -> Path:
-    """The folder that holds `recipes/`, `data/` and `eval/`: the checkout when there is one, else the wheel's share."""
-    checkout = Path(__file__).resolve().parent.parent
-    if (checkout / "recipes").is_dir() and (checkout / "pyproject.toml").is_file():
-        return checkout
-    return Path(sys.prefix) / "share" / "finetune"
+    """The folder that holds `recipes/`, `data/` and `eval/`: the checkout when there is one, else the wheel's share.
+
+    The share lies below the prefix of the installation, which is not always `sys.prefix` (`pip install --user`,
+    `--prefix`, `--target`), but is always a folder above the package.
+    """
+    above = Path(__file__).resolve().parents[1:]
+    if (above[0] / "recipes").is_dir() and (above[0] / "pyproject.toml").is_file():
+        return above[0]
+    shares = [prefix / "share" / "finetune" for prefix in above]
+    return next((share for share in shares if share.is_dir()), Path(sys.prefix) / "share" / "finetune")
 
 
-def find_declarative(kind: str, name: str, *, relative_to: Path | None = None, where: str = "") -> Path:
+def find_declarative(
+    kind: str, name: str, *, relative_to: Path | None = None, where: str = "", working_folder: bool = True
+) -> Path:
     """Resolve a recipe, dataset spec or suite by path or by shipped name.
 
-    Tried in order: the path as given (absolute or from the working folder), relative to the file that names it
-    (`relative_to`), then `<shipped root>/<kind>/<name>[.yaml]`. `kind` is 'recipes', 'data' or 'eval'.
+    Tried in order: the path as given (absolute or from the working folder, unless `working_folder` is False), relative
+    to the file that names it (`relative_to`), then `<shipped root>/<kind>/<name>[.yaml]`. `kind` is 'recipes', 'data' or
+    'eval'.
     Raises UserError with the nearest shipped name when nothing matches.
     """
     assert kind in _KINDS, kind
     given = Path(name)
     with contextlib.suppress(RuntimeError):  # '~nobody': left as written, and so not found
         given = given.expanduser()
-    bases = [Path.cwd()] + ([relative_to] if relative_to else []) + [shipped_root() / kind, shipped_root()]
+    bases = [Path.cwd()] if working_folder else []
+    bases += ([relative_to] if relative_to else []) + [shipped_root() / kind, shipped_root()]
     for base in bases:
         for candidate in (base / given, base / f"{given}.yaml"):
             with contextlib.suppress(OSError):  # a name that the file system cannot have

@@ -135,17 +135,19 @@ def _faults_of_named_files(loaded: Loaded[Recipe]) -> list[Fault]:
     from finetune.paths import find_declarative
     from finetune.recipe.yaml_loader import load_typed
 
-    beside = loaded.path.parent
     faults: list[Fault] = []
     try:
         where = loaded.where("data.spec")
-        spec = find_declarative("data", loaded.value.data.spec, relative_to=beside, where=where)
+        spec = find_declarative(
+            "data", loaded.value.data.spec, relative_to=loaded.folder("data.spec"), where=where
+        )
         load_typed(spec, DatasetSpec)
     except UserError as error:
         faults += error.faults
+    beside, where = loaded.folder("eval.suites"), loaded.where("eval.suites")
     for suite in loaded.value.eval.suites:
         try:
-            load_suite(suite, relative_to=beside, where=loaded.where("eval.suites"))
+            load_suite(suite, relative_to=beside, where=where)
         except UserError as error:
             faults += error.faults
     return faults

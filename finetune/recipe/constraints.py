@@ -13,6 +13,9 @@ from finetune.errors import Fault
 from finetune.recipe.annotations import describe, fields_of, shown
 from finetune.recipe.nodes import Mapping, Node, Origin, Sequence
 
+MISSING = "missing key"
+"""How the fault of a required key that is not there begins."""
+
 # 'key: what is wrong; what to write', the form of messages that validators raise as plain ValueError.
 _KEYED_MESSAGE = re.compile(r"(?:([A-Za-z_]\w*(?:\.\w+)*): )?(.+?)(?:; ([^;]+))?", re.DOTALL)
 
@@ -68,7 +71,7 @@ def _fault(detail: ErrorDetails, node: Mapping, model: type[BaseModel], key: str
         if field is not None:
             fix += f" ({describe(field.annotation)})"
         why = (field.description or "") if field is not None else ""
-        return origin, Fault(f"missing key '{dotted}'", str(origin), why, fix)
+        return origin, Fault(f"{MISSING} '{dotted}'", str(origin), why, fix)
     if detail["type"] in _WORDING:
         rule = _WORDING[detail["type"]](limits)
         given = detail["input"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 
 from finetune.errors import Fault, did_you_mean
 from finetune.recipe.fit import PlacedFault, fit
 from finetune.recipe.nodes import Entry, Mapping, Origin, Scalar, relabel, set_node
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import RecipeFile
 
-_OUTSIDE = ("profile", "profiles", "recipe")
+_OUTSIDE = ("extends", "profile", "profiles", "recipe")
 
 
 def with_dotted_entries(root: Mapping) -> tuple[Mapping, list[PlacedFault]]:
@@ -64,8 +64,14 @@ def chosen_profile(root: Mapping) -> tuple[str | None, list[PlacedFault]]:
     return None, [(origin, Fault(f"unknown profile '{name}'", str(origin), fix=fix))]
 
 
-def profile_faults(root: Mapping, renamed: MappingABC[str, str]) -> list[PlacedFault]:
-    """Every fault that any profile would cause, used or not, so that a smoke profile cannot rot unseen."""
+def profile_faults(
+    root: Mapping, renamed: MappingABC[str, str], own: Sequence[PlacedFault] = ()
+) -> list[PlacedFault]:
+    """Every fault that any profile would cause, used or not, so that a smoke profile cannot rot unseen.
+
+    `own` are the faults of the recipe without a profile: a profile is not blamed for one about keys that it does not set.
+    """
+    known = {fault.what for _, fault in own}
     placed: list[PlacedFault] = []
     for name in profile_names(root):
         for key, entry in _entries(root, name).items():
@@ -74,8 +80,13 @@ def profile_faults(root: Mapping, renamed: MappingABC[str, str]) -> list[PlacedF
                 placed.append(
                     (entry.origin, Fault(what, str(entry.origin), fix="remove it from the profile"))
                 )
-        _, found = fit(apply_profile(root, name), Recipe, renamed)
-        placed += found
+        _, found = fit(apply_profile(root, name), RecipeFile, renamed)
+        keys = [f"'{key}'" for key in _entries(root, name)]
+        placed += [
+            (origin, fault)
+            for origin, fault in found
+            if fault.what not in known or any(key in fault.what for key in keys)
+        ]
     return placed
 
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from finetune.recipe.annotations import accepted, describe, fields_of
 from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
 from finetune.recipe.resolve import RESULT_NEUTRAL
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import RecipeFile
 from finetune.recipe.suggest import dotted_keys
 
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -36,6 +36,12 @@ where it comes from; `finetune recipe validate RECIPE` checks without starting a
   `SET="train.epochs=1 profile=smoke"`.
 - **Profiles**: `profiles:` holds named sets of dotted overrides. `profile: smoke` or `--set profile=smoke` applies one;
   the order is file, profile, other `--set`. Profiles that are not used are checked too.
+- **Extends**: `extends: home_intents_lora.yaml` starts from another recipe, by path from this file (never from the working
+  folder) or by shipped name; this file then holds only what differs, and required keys may come from there. Mappings merge
+  key by key, lists and single values replace; a section with nothing below it changes nothing, `null` takes it back to its
+  defaults. Profiles of one name merge too. `name` and `description` are not taken over. Relative paths start from the file
+  that writes them. Chains work. The resolved recipe is whole, without `extends`; its digest is that of the same recipe
+  written out in full.
 - **Digest**: the run folder is named after the recipe and a digest of its resolved content. A run may be continued
   after changing one of these keys, which are left out of the digest because they change no number of the result:
   {neutral}.
@@ -45,14 +51,22 @@ where it comes from; `finetune recipe validate RECIPE` checks without starting a
 def reference_markdown() -> str:
     """The whole page, with a final newline; the same schema gives the same bytes."""
     neutral = ", ".join(f"`{key}`" for key in RESULT_NEUTRAL)
-    parts = [_HEAD.format(neutral=neutral), *_sections(Recipe, "", "Top of the file"), _elsewhere()]
+    parts = [_HEAD.format(neutral=neutral), *_sections(RecipeFile, "", "Top of the file"), _elsewhere()]
     return "\n".join(parts)
 
 
 def recipe_json_schema() -> dict[str, Any]:
-    """JSON Schema of a recipe file, for editors; `name` is optional there, as it defaults to the file's stem."""
-    schema = Recipe.model_json_schema()
-    schema["required"] = [key for key in schema["required"] if key != "name"]
+    """JSON Schema of a recipe file, for editors. Keys are required only where no `extends` can bring them, and `name`
+    never, as it defaults to the file's stem.
+    """
+    schema = RecipeFile.model_json_schema()
+    required = [key for key in schema.pop("required") if key != "name"]
+    below = {}
+    for key in required:
+        section = schema["$defs"][schema["properties"][key]["$ref"].rpartition("/")[2]]
+        below[key] = {"required": section.pop("required")}
+    schema["if"] = {"properties": {"extends": {"type": "null"}}}
+    schema["then"] = {"required": required, "properties": below}
     return schema
 
 
@@ -120,7 +134,7 @@ def _first_line(model: type[BaseModel]) -> str:
 
 
 def _elsewhere() -> str:
-    known = set(dotted_keys(Recipe))
+    known = set(dotted_keys(RecipeFile))
     names: dict[str, list[str]] = {}
     for name, target in RECIPE_NAMES_ELSEWHERE.items():
         if target in known:

@@ -43,6 +43,7 @@ _PLACES: dict[str, str] = {
     "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
     "eval.baselines": "baseline",
     "name": "run_name experiment_name",
+    "extends": "_base_ base base_recipe base_config inherit inherits inherit_from include includes parent",
     "seed": "random_seed data_seed manual_seed",
 }
 

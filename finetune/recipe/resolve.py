@@ -1,4 +1,6 @@
-"""The one resolver: a recipe file, its profile and `--set` overrides become one Recipe with every default written out."""
+"""The one resolver: a recipe file, what it extends, its profile and `--set` overrides become one Recipe with every default
+written out.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from typing import Any, cast
 
 from finetune.digest import digest_json
 from finetune.paths import find_declarative
+from finetune.recipe.constraints import MISSING
+from finetune.recipe.extends import read_chain, without_extends
 from finetune.recipe.fit import fit
 from finetune.recipe.nodes import leaves
 from finetune.recipe.overrides import apply_overrides, has_key, parse_overrides
@@ -17,12 +21,11 @@ from finetune.recipe.profiles import (
     chosen_profile,
     profile_faults,
     profile_names,
-    with_dotted_entries,
     without_entries,
 )
 from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
-from finetune.recipe.schema import Recipe
-from finetune.recipe.yaml_loader import Loaded, raise_faults, read_tree, with_defaults
+from finetune.recipe.schema import Recipe, RecipeFile
+from finetune.recipe.yaml_loader import Loaded, raise_faults, with_defaults
 
 RESULT_NEUTRAL = (
     "description",
@@ -40,24 +43,28 @@ number of the result. A run may be continued after changing one of them, e.g. a 
 def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
     """Like `load_recipe`, with the origin of every value."""
     file = find_declarative("recipes", str(path))
-    root, faults = read_tree(file)
+    chain = read_chain(file)
     parsed, override_faults = parse_overrides(overrides)
-    faults += override_faults
-    root, placed = with_dotted_entries(with_defaults(root, {"name": file.stem}))
+    parsed, refused = without_extends(parsed)
+    faults, placed = [*chain.faults, *override_faults, *refused], [*chain.placed]
+    root = with_defaults(chain.root, {"name": file.stem})
     # `profile` itself may come from a flag; the other flags go on top of the profile.
     root = apply_overrides(root, [override for override in parsed if override.key == "profile"])
     name, unknown = chosen_profile(root)
     # The file and its unused profiles are checked too, with those flags that give what the file leaves open.
     written = apply_overrides(root, [override for override in parsed if not has_key(root, override.key)])
-    _, own = fit(written, Recipe, RECIPE_NAMES_ELSEWHERE)
-    placed += unknown + own + profile_faults(written, RECIPE_NAMES_ELSEWHERE)
+    _, own = fit(written, RecipeFile, RECIPE_NAMES_ELSEWHERE)
+    placed += (unknown if chain.whole else []) + own + profile_faults(written, RECIPE_NAMES_ELSEWHERE, own)
     if name is not None:
         root = apply_profile(root, name)
     root = apply_overrides(root, [override for override in parsed if override.key != "profile"])
     root = without_entries(root, name)
-    value, found = fit(root, Recipe, RECIPE_NAMES_ELSEWHERE)
-    raise_faults(faults, placed + found)
-    return Loaded(cast(Recipe, value), file, dict(leaves(root)))
+    value, found = fit(root, RecipeFile, RECIPE_NAMES_ELSEWHERE)
+    placed += found
+    if not chain.whole:  # what is missing may stand in the base that could not be read
+        placed = [pair for pair in placed if not pair[1].what.startswith(MISSING)]
+    raise_faults(faults, placed)
+    return Loaded(cast(RecipeFile, value).resolved(), file, dict(leaves(root)))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -71,9 +78,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def profiles_of(path: Path | str) -> list[str]:
-    """Names of the profiles that the file at `path` offers."""
-    root, _ = read_tree(find_declarative("recipes", str(path)))
-    return profile_names(root)
+    """Names of the profiles that the file at `path` offers, inherited ones included."""
+    return profile_names(read_chain(find_declarative("recipes", str(path))).root)
 
 
 def resolved_yaml(recipe: Recipe) -> str:

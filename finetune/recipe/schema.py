@@ -172,3 +172,18 @@ class Recipe(Section):
                 fix="use adapter.kind: lora, or model.quantize: none",
             )
         return self
+
+
+class RecipeFile(Recipe):
+    """One YAML that fixes a run, or that says in what a run differs from another one."""
+
+    model_config = ConfigDict(title="Recipe")
+
+    extends: str | None = Field(
+        None, description="Recipe to start from: a path from this file, or a shipped name."
+    )
+
+    def resolved(self) -> Recipe:
+        """The recipe alone, validated as it is, once what it extends has been read."""
+        content = {name: getattr(self, name) for name in Recipe.model_fields}
+        return Recipe.model_construct(self.model_fields_set - {"extends"}, **content)

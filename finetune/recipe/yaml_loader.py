@@ -37,6 +37,12 @@ class Loaded(Generic[Model]):
         origin = self.origins.get(key)
         return shown_path(self.path) if origin is None or origin.source == "default" else str(origin)
 
+    def folder(self, key: str) -> Path:
+        """Where relative paths under a dotted key start: beside the file that wrote the value, which may be a base."""
+        origin = self.origins.get(key)
+        written = origin is not None and origin.source in ("file", "profile")
+        return (Path(origin.label) if origin is not None and written else self.path).parent
+
 
 def load_typed(
     path: Path | str,

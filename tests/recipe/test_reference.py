@@ -35,5 +35,23 @@ def test_limits_defaults_and_choices_are_told() -> None:
 def test_the_json_schema_is_closed_and_needs_no_name() -> None:
     schema = recipe_json_schema()
     assert schema["additionalProperties"] is False
-    assert "model" in schema["required"]
-    assert "name" not in schema["required"]
+    assert schema["then"]["required"] == ["model", "data", "eval"]
+
+
+def test_extends_is_described_beside_the_keys_of_a_recipe() -> None:
+    assert "| `extends` | text or null | `null` | Recipe to start from:" in reference_markdown()
+    schema = recipe_json_schema()
+    assert schema["title"] == "Recipe"
+    assert schema["properties"]["extends"]["description"].startswith("Recipe to start from")
+
+
+def test_the_json_schema_requires_nothing_that_a_base_can_bring() -> None:
+    schema = recipe_json_schema()
+    assert "required" not in schema
+    assert not [name for name, section in schema["$defs"].items() if "required" in section]
+    assert schema["if"] == {"properties": {"extends": {"type": "null"}}}  # absent counts as null
+    assert schema["then"]["properties"] == {
+        "model": {"required": ["id"]},
+        "data": {"required": ["spec"]},
+        "eval": {"required": ["suites"]},
+    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import RecipeFile
 from finetune.recipe.suggest import dotted_keys, suggest
 
-KNOWN = list(dotted_keys(Recipe))
+KNOWN = list(dotted_keys(RecipeFile))
 
 
 def test_every_name_elsewhere_points_to_a_key_or_to_a_sentence() -> None:
