@@ -9,7 +9,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import recipe, report
+from finetune.cli import data, evaluate, merge, plan, recipe, report, run, stats
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 
@@ -21,7 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(recipe.app)
+app.command()(run.run)
+for group in (recipe, data, plan, evaluate, stats, merge):
+    app.add_typer(group.app)
 app.command()(report.report)
 
 

@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset, Features, Value
 from datasets import Sequence as Column
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig
 
 from finetune.data.packing import pack
@@ -24,6 +25,7 @@ from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.model.adapters import trainables_to_fp32
+from finetune.model.fast_lora import speed_up_lora
 from finetune.paths import disk_faults
 from finetune.recipe.schema import Recipe, TrainSection
 from finetune.telemetry.callback import StepTally, TelemetryCallback
@@ -95,7 +97,8 @@ def train_sft(
         eval_dataset=training_dataset(validation_rows, settings) if validation_rows else None,
         processing_class=tokenizer,
     )
-    trainables_to_fp32(model)
+    trainables_to_fp32(model)  # TRL casts the adapters of a quantized model to bf16
+    speed_up_lora(model)
     compute = torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32
     telemetry = TelemetryCallback(
         log,
@@ -118,6 +121,7 @@ def train_sft(
         )
         telemetry.restart_clock()
 
+    trainer.remove_callback(PrinterCallback)  # it prints to standard output, which belongs to answers
     for callback in (telemetry, stop, OnEvent(saved, validated)):
         trainer.add_callback(callback)
 
@@ -128,6 +132,8 @@ def train_sft(
         say(f"continuing from checkpoint {checkpoint.name} of {total_steps} steps")
         log.write("resume", step=step)
         _continue_totals(telemetry, run_folder / "events.jsonl")
+    elif read_events(run_folder / "events.jsonl"):
+        log.write("resume", step=0)  # killed before the first checkpoint: what it did is lost
 
     started = time.monotonic()
     with _finish_step_on_signal(stop):
@@ -137,7 +143,7 @@ def train_sft(
     seconds = time.monotonic() - started
 
     validation = trainer.evaluate() if validation_rows else None
-    output = _save_result(trainer, tokenizer, recipe, run_folder)
+    output = _save_result(trainer, recipe, run_folder)
     return _summarise(recipe, trainer, run_folder, output, validation, seconds)
 
 
@@ -191,7 +197,7 @@ def trainer_arguments(recipe: Recipe, total_steps: int, output: Path) -> SFTConf
         warmup_steps=math.ceil(settings.warmup_share * total_steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         bf16=recipe.model.dtype == "bf16",
         fp16=False,
         use_cpu=not torch.cuda.is_available(),
@@ -221,7 +227,7 @@ def _trial_save(trainer: ExactSftTrainer, root: Path) -> None:
     with disk_faults(root):
         try:
             trial.mkdir(parents=True, exist_ok=True)
-            trainer.save_model(str(trial), _internal_call=True)
+            trainer.save_weights(trial)
             saved_bytes = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
             # Adapter in fp32 plus two Adam moments, for every kept checkpoint and the one being written.
             needed = 3 * saved_bytes * (trainer.keep_checkpoints + 1)
@@ -264,17 +270,13 @@ def _finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _save_result(
-    trainer: ExactSftTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, run_folder: Path
-) -> Path:
+def _save_result(trainer: ExactSftTrainer, recipe: Recipe, run_folder: Path) -> Path:
     """Write `adapter/` (or `model/` for full tuning) whole or not at all; it loads with plain PEFT / transformers."""
     final = run_folder / ("model" if recipe.adapter.kind == "none" else "adapter")
     aside = run_folder / f".{final.name}.partial"
     with disk_faults(final):
         shutil.rmtree(aside, ignore_errors=True)
-        trainer.save_model(str(aside), _internal_call=True)
-        (aside / "training_args.bin").unlink(missing_ok=True)  # a pickle: nobody should load it
-        tokenizer.save_pretrained(aside)
+        trainer.save_weights(aside)
         publish_folder(aside, final)
     return final
 

@@ -109,13 +109,18 @@ class ExactSftTrainer(SFTTrainer):
         """Only what `report_to` trackers need; events.jsonl is written by the telemetry callback."""
         super(SFTTrainer, self).log(logs, start_time)
 
+    def save_weights(self, folder: Path) -> None:
+        """Adapter or model with its tokenizer, as safetensors and JSON; no pickle."""
+        self.save_model(str(folder), _internal_call=True)
+        (folder / "training_args.bin").unlink(missing_ok=True)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if not self.args.should_save:
             return
         step = self.state.global_step
 
         def fill(folder: Path) -> None:
-            self.save_model(str(folder), _internal_call=True)
+            self.save_weights(folder)
             self._save_optimizer_and_scheduler(str(folder))
             self._save_rng_state(str(folder))
             self.state.save_to_json(str(folder / "trainer_state.json"))

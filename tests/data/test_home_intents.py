@@ -115,7 +115,7 @@ def test_the_shipped_build_is_what_the_job_needs(shipped_build: DatasetBuild) ->
     """Enough rows, test phrasings never seen in training, every intent with two templates trained and tested."""
     by_side = shipped_build.by_side
     assert {side: len(by_side[side]) for side in SIDES} == {
-        "train": 1500,
+        "train": 1200,
         "validation": 100,
         "test": 240,
         "regressions": 32,
@@ -130,7 +130,7 @@ def test_the_shipped_build_is_what_the_job_needs(shipped_build: DatasetBuild) ->
     several = {intent for intent, n in Counter(templates.values()).items() if n > 1}
     assert several <= set(intents["test"])
     timers = sum(n for intent, n in intents["train"].items() if "Timer" in intent)
-    assert timers < 0.36 * 1500
+    assert timers < 0.36 * 1200
     utterances = {side: {row.messages[-2]["content"].casefold() for row in by_side[side]} for side in SIDES}
     assert not utterances["train"] & (
         utterances["test"] | utterances["validation"] | utterances["regressions"]

@@ -1,0 +1,42 @@
+"""`finetune run RECIPE`: the main job, from data to verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune.cli.output import JsonFlag, emit, note
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key: --set train.learning_rate=1e-4.")
+]
+
+
+def run(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file or a shipped name, e.g. sft/home_intents_lora.")
+    ],
+    overrides: SetOption = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<recipe>-<digest8>.")] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Curate, evaluate the base, tune, evaluate again, compare, report. The exit code is the verdict."""
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from finetune.pipeline.run import run_recipe
+    from finetune.pipeline.screen import last_screen
+
+    outcome = run_recipe(recipe, overrides or [], run_dir=run_dir, say=note)
+    payload = {
+        "run": str(outcome.folder),
+        "report": str(outcome.report),
+        "worked": list(outcome.worked),
+        "skipped": list(outcome.skipped),
+        "comparison": outcome.comparison,
+        "exit_code": outcome.exit_code,
+    }
+    emit(payload, last_screen(outcome.folder, outcome.comparison, outcome.report), as_json=as_json)
+    return outcome.exit_code

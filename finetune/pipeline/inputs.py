@@ -1,0 +1,96 @@
+"""Everything a run reads, found and checked before anything is built or loaded; all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from finetune.errors import Fault, UserError
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.model.source import ModelSource, read_config, resolve_model
+from finetune.paths import find_declarative
+from finetune.recipe.resolve import read_recipe, recipe_digest
+from finetune.recipe.schema import Recipe
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A resolved recipe and what it names. `digest` identifies the run: same digest, same run folder."""
+
+    recipe: Recipe
+    path: Path
+    digest: str
+    spec_path: Path
+    suites: tuple[Suite, ...]
+    source: ModelSource
+    config: dict[str, Any]
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.recipe.name}-{self.digest[:8]}"
+
+
+def gather_inputs(path: str, overrides: Sequence[str] = ()) -> RunInputs:
+    """Read the recipe, then find its dataset spec, its suites and its base model.
+
+    Raises UserError with every fault of the recipe file; once it is sound, with every missing thing it names.
+    """
+    loaded = read_recipe(path, overrides)
+    recipe, suites_beside = loaded.value, loaded.folder("eval.suites")
+    faults: list[Fault] = []
+
+    def attempt(find: Callable[[], Found]) -> Found | None:
+        try:
+            return find()
+        except UserError as error:
+            faults.extend(error.faults)
+            return None
+
+    spec_path = attempt(
+        lambda: find_declarative(
+            "data",
+            recipe.data.spec,
+            relative_to=loaded.folder("data.spec"),
+            where=loaded.where("data.spec"),
+        )
+    )
+    suites = [
+        attempt(
+            lambda name=name: load_suite(  # type: ignore[misc]
+                name, relative_to=suites_beside, where=loaded.where("eval.suites")
+            )
+        )
+        for name in recipe.eval.suites
+    ]
+    source = attempt(lambda: resolve_model(recipe.model.id, recipe.model.revision))
+    for suite in suites:
+        if suite is not None:
+            faults += _missing_arms(suite, recipe)
+    if faults:
+        raise UserError(faults)
+    assert spec_path is not None and source is not None
+    return RunInputs(
+        recipe=recipe,
+        path=loaded.path,
+        digest=recipe_digest(recipe),
+        spec_path=spec_path,
+        suites=tuple(suite for suite in suites if suite is not None),
+        source=source,
+        config=read_config(source),
+    )
+
+
+def _missing_arms(suite: Suite, recipe: Recipe) -> list[Fault]:
+    if "few_shot" in recipe.eval.baselines and suite.few_shot is None:
+        return [
+            Fault(
+                f"suite {suite.name} has no few_shot section, but eval.baselines asks for that arm",
+                where=str(suite.path),
+                fix="add `few_shot:` to the suite, or set eval.baselines: [zero_shot] and eval.against: zero_shot",
+            )
+        ]
+    return []

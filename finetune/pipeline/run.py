@@ -1,0 +1,111 @@
+"""A whole run, in order: data → check → baseline → train → evaluate → compare → report."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.evaluation.suite_data import load_suite_data
+from finetune.paths import disk_faults, runs_root, write_atomic, write_json
+from finetune.pipeline.environment import describe_environment
+from finetune.pipeline.inputs import RunInputs, gather_inputs
+from finetune.pipeline.manifest import RunManifest
+from finetune.pipeline.stages import (
+    RunContext,
+    baseline_stage,
+    check_stage,
+    compare_stage,
+    data_stage,
+    train_stage,
+    tuned_stage,
+)
+from finetune.recipe.resolve import resolved_yaml
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Where a run ended: its folder, its comparison, and which stages had nothing to do."""
+
+    folder: Path
+    comparison: dict[str, Any]
+    worked: tuple[str, ...]
+    skipped: tuple[str, ...]
+    report: Path
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.comparison["exit_code"])
+
+
+def run_recipe(
+    path: str, overrides: Sequence[str] = (), *, run_dir: Path | None = None, say: Callable[[str], None]
+) -> RunOutcome:
+    """Run a recipe from the first stage that is not complete. The verdict is in the outcome.
+
+    Raises UserError for anything the user can mend; KeyboardInterrupt after Ctrl-C, with everything complete saved.
+    """
+    from finetune.report.page import write_report
+
+    inputs = gather_inputs(path, overrides)
+    folder = (run_dir or runs_root() / inputs.folder_name).absolute()
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _only_process(folder):
+        manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
+        say(f"run folder: {_short(folder)}")
+        _describe(inputs, manifest)
+        context = RunContext(inputs, manifest, say)
+        rows = data_stage(context)
+        suites = [
+            load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
+            for suite in inputs.suites
+        ]
+        check_stage(context, rows)
+        baseline_stage(context, suites)
+        train_stage(context, rows)
+        tuned_stage(context, suites)
+        comparison = compare_stage(context, suites)
+        if not context.worked:
+            say("nothing to do: every stage of this run is complete")
+        report = write_report(folder)
+    return RunOutcome(folder, comparison, tuple(context.worked), tuple(context.skipped), report)
+
+
+def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
+    """Write the resolved recipe, the environment, and the digests of everything that was read."""
+    write_atomic(manifest.folder / "recipe.resolved.yaml", resolved_yaml(inputs.recipe))
+    write_json(manifest.folder / "environment.json", describe_environment())
+    manifest.inputs = {
+        "model": inputs.source.digest,
+        **{f"suite {suite.name}": suite.digest for suite in inputs.suites},
+    }
+    manifest.save()
+
+
+@contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Hold the run folder's lock: two processes in one folder would overwrite each other's checkpoints."""
+    lock = folder / ".lock"
+    with disk_faults(lock):
+        stream = lock.open("w")
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is working in {_short(folder)}",
+                fix="wait for it or stop it, or give this run another folder with --run-dir",
+            ) from None
+        yield
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

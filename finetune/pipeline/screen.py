@@ -1,0 +1,81 @@
+"""The last screen of a run: rows and leaks, forecast and use, difference and interval, verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.paths import read_json
+from finetune.units import format_bytes, format_points
+
+_MEANING = {
+    "improved": "the tuning helped",
+    "no-evidence": "no evidence that the tuning helped",
+    "regressed": "the tuned model is worse",
+    "inconclusive": "cannot be decided with these items",
+}
+
+
+def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
+    """Four facts and where the report is, for a terminal."""
+    return "\n".join(
+        [
+            f"rows     {_rows(read_json(folder / 'data' / 'manifest.json'))}",
+            f"memory   {_memory(read_json(folder / 'forecast.json'))}",
+            f"effect   {_effect(comparison)}",
+            f"verdict  {comparison['verdict'].upper()}: {_MEANING[comparison['verdict']]}{_basis(comparison)}",
+            f"report   {report}",
+        ]
+    )
+
+
+def decisive(comparison: dict[str, Any]) -> dict[str, Any]:
+    """The comparison that the verdict was taken from."""
+    return next(
+        one
+        for one in comparison["comparisons"]
+        if one["suite"] == comparison["suite"]
+        and one["metric"] == comparison["primary_metric"]
+        and one["baseline"] == comparison["against"]
+    )
+
+
+def _rows(manifest: dict[str, Any]) -> str:
+    ledger, leaks = manifest["ledger"], manifest["leaks"]
+    dropped = sum(ledger["dropped"].values())
+    found = sum(leaks.values())
+    return (
+        f"{ledger['read']} read = {ledger['kept']} kept + {dropped} dropped + {ledger['quarantined']} quarantined; "
+        f"{found} leaks between splits ({', '.join(leaks)} checked)"
+    )
+
+
+def _memory(forecast: dict[str, Any]) -> str:
+    used = forecast.get("used_peak_bytes")
+    if not used:
+        return f"forecast {format_bytes(forecast['total_bytes'])}, use not measured"
+    ratio = forecast["total_bytes"] / used
+    return f"forecast {format_bytes(forecast['total_bytes'])}, used {format_bytes(used)} (forecast / used {ratio:.2f})"
+
+
+def _effect(comparison: dict[str, Any]) -> str:
+    one = decisive(comparison)
+    if one["difference"] is None:
+        return "nothing was compared"
+    percent = round(one["confidence"] * 100)
+    low, high = one["low"] * 100, one["high"] * 100
+    line = (
+        f"{one['metric']} {one['mean_a']:.1%} → {one['mean_b']:.1%}: {format_points(one['difference'])}, "
+        f"{percent} % interval [{low:+.1f}, {high:+.1f}], n = {one['n']}"
+    )
+    if one["fixed"] is not None:
+        line += f"; {one['fixed']} fixed, {one['broken']} broken"
+    return line
+
+
+def _basis(comparison: dict[str, Any]) -> str:
+    one = decisive(comparison)
+    against = {"few_shot": "few-shot", "zero_shot": "zero-shot"}.get(
+        comparison["against"], comparison["against"]
+    )
+    return f" (tuned against the untuned model, {against}; {one['test']})"

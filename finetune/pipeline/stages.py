@@ -1,0 +1,352 @@
+"""The stages of a run. Each is keyed by the digest of what it depends on and is skipped when nothing of that changed."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
+from finetune.data.rows import Row
+from finetune.data.tokenise import TokenisedSplit, tokenise_rows
+from finetune.digest import digest_bytes, digest_json
+from finetune.evaluation.canary import adapter_sha256, canary_differs
+from finetune.evaluation.compare import combine, compare_folders
+from finetune.evaluation.prompts import build_prompts
+from finetune.evaluation.run import evaluate_arm
+from finetune.evaluation.suite_data import SuiteData
+from finetune.model.adapter_files import load_adapter
+from finetune.model.adapters import attach_adapter, target_module_names
+from finetune.model.load import check_context, load_model, load_tokenizer, model_skeleton
+from finetune.model.quantization import check_row_lengths
+from finetune.paths import disk_faults, read_json, runs_root, write_json
+from finetune.pipeline.inputs import RunInputs
+from finetune.pipeline.manifest import RunManifest
+from finetune.plan.memory import forecast_training
+from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+
+_CANARY_PROMPTS = 2
+
+
+@dataclass
+class RunContext:
+    """What the stages share. `done` collects which stages did work and which were complete already."""
+
+    inputs: RunInputs
+    manifest: RunManifest
+    say: Callable[[str], None]
+    tokenizer: Any = None
+    skipped: list[str] = field(default_factory=list)
+    worked: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.manifest.folder
+
+    def stage(
+        self, name: str, depends_on: dict[str, Any], work: Callable[[list[Path]], None], announcement: str
+    ) -> None:
+        """Run `work(outputs)` unless the stage is complete for `depends_on`; `work` lists the files it wrote."""
+        if self.manifest.is_complete(name, depends_on):
+            self.skipped.append(name)
+            return
+        self.say(announcement)
+        outputs: list[Path] = []
+        with self.manifest.running(name, depends_on, outputs):
+            work(outputs)
+        self.worked.append(name)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Tokenised rows of both sides, and the digest of everything that decided them."""
+
+    train: TokenisedSplit
+    validation: TokenisedSplit
+    digest: str
+
+
+def data_stage(context: RunContext) -> TrainingRows:
+    """Build the dataset, tokenise train and validation rows, and write what became of every row."""
+    recipe = context.inputs.recipe
+    build = build_dataset(context.inputs.spec_path, default_builds_root())
+    context.tokenizer = load_tokenizer(context.inputs.source)
+    check_context(context.inputs.source, recipe.data.max_tokens)
+    splits = {
+        "train": _tokenise(context, build.rows("train"), recipe.data.max_train_rows),
+        "validation": _tokenise(context, build.rows("validation"), recipe.data.max_validation_rows),
+    }
+    digest = digest_json(
+        {side: [[row.input_ids, row.labels] for row in split.rows] for side, split in splits.items()}
+    )
+
+    def work(outputs: list[Path]) -> None:
+        outputs += _copy_build(build, context.folder / "data")
+        summary = {
+            side: {"counts": split.counts, "dropped": split.dropped, "target_tokens": split.n_targets}
+            for side, split in splits.items()
+        }
+        tokenised = context.folder / "data" / "tokenised.json"
+        write_json(tokenised, {"digest": digest, "max_tokens": recipe.data.max_tokens, "splits": summary})
+        outputs.append(tokenised)
+
+    context.stage("data", {"build": build.digest, "rows": digest}, work, f"data: {_row_line(build)}")
+    return TrainingRows(splits["train"], splits["validation"], digest)
+
+
+def _tokenise(context: RunContext, rows: Sequence[Row], limit: int | None) -> TokenisedSplit:
+    section = context.inputs.recipe.data
+    return tokenise_rows(
+        rows[:limit],
+        context.tokenizer,
+        max_tokens=section.max_tokens,
+        long_rows=section.long_rows,
+        train_on=section.train_on,
+    )
+
+
+def _copy_build(build: DatasetBuild, target: Path) -> list[Path]:
+    with disk_faults(target):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(build.folder, target)
+    return sorted(path for path in target.iterdir() if path.is_file())
+
+
+def _row_line(build: DatasetBuild) -> str:
+    ledger = build.manifest["ledger"]
+    dropped = sum(ledger["dropped"].values())
+    sides = ", ".join(f"{side} {build.manifest['splits'][side]['rows']}" for side in build.manifest["splits"])
+    return f"{ledger['read']} rows read = {ledger['kept']} kept + {dropped} dropped + {ledger['quarantined']} quarantined ({sides})"
+
+
+def check_stage(context: RunContext, rows: TrainingRows) -> None:
+    """Preflight without weights: target modules, quantized shapes, and the memory forecast."""
+    recipe, source = context.inputs.recipe, context.inputs.source
+    skeleton = model_skeleton(source, recipe.model.trust_remote_code)
+    check_row_lengths(skeleton, recipe.model.quantize)
+    if recipe.adapter.kind != "none":
+        target_module_names(skeleton, recipe.adapter.target_modules)
+    longest = max(len(row.input_ids) for row in rows.train.rows)
+    depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
+
+    def work(outputs: list[Path]) -> None:
+        pack_tokens = recipe.train.pack_tokens if recipe.train.packing else longest
+        forecast = forecast_training(recipe, context.inputs.config, longest_pack_tokens=pack_tokens)
+        write_json(context.folder / "forecast.json", forecast.to_dict())
+
+    context.stage("check", depends_on, work, "check: model, adapter and memory forecast")
+
+
+def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
+    """Evaluate the untuned model. Answers are kept by digest under runs/baselines and shared by all runs."""
+    recipe, source = context.inputs.recipe, context.inputs.source
+    key = digest_json({"model": source.digest, "dtype": recipe.eval.dtype})
+    for data in suites:
+        suite = data.suite
+        depends_on = {
+            "model": key,
+            "suite": suite.digest,
+            "items": data.digest,
+            "arms": list(recipe.eval.baselines),
+            "shown": digest_json([row.to_dict() for row in data.few_shot_rows]),
+        }
+
+        def work(
+            outputs: list[Path], data: SuiteData = data, depends_on: dict[str, Any] = depends_on
+        ) -> None:
+            store = runs_root() / "baselines" / f"{data.suite.name}-{digest_json(depends_on)[:12]}"
+            model = load_model(source, dtype=recipe.eval.dtype, attention="sdpa")
+            target = context.folder / "baseline" / data.suite.name
+            for arm in recipe.eval.baselines:
+                evaluate_arm(
+                    model,
+                    context.tokenizer,
+                    data.suite,
+                    data.items,
+                    arm=arm,
+                    few_shot=data.few_shot_rows,
+                    batch_size=recipe.eval.batch_size,
+                    out_folder=store,
+                    key=key,
+                )
+                outputs += _copy_arm(store, target, arm)
+
+        context.stage(
+            f"baseline {suite.name}",
+            depends_on,
+            work,
+            f"baseline: {suite.name}, {len(data.items)} items, {' and '.join(recipe.eval.baselines)}",
+        )
+
+
+def _copy_arm(store: Path, target: Path, arm: str) -> list[Path]:
+    with disk_faults(target):
+        target.mkdir(parents=True, exist_ok=True)
+        names = [f"{arm}.jsonl", f"{arm}.summary.json"]
+        return [Path(shutil.copyfile(store / name, target / name)) for name in names]
+
+
+def train_stage(context: RunContext, rows: TrainingRows) -> None:
+    """Tune. Refuses to begin before every baseline is complete."""
+    from finetune.training.sft import train_sft
+
+    recipe, source = context.inputs.recipe, context.inputs.source
+    unfinished = [name for name in _baseline_names(context) if not context.manifest.stages[name]["completed"]]
+    assert not unfinished, f"nothing is tuned before there is an evaluation: {unfinished}"
+    depends_on = {"recipe": context.inputs.digest, "model": source.digest, "rows": rows.digest}
+
+    def work(outputs: list[Path]) -> None:
+        _return_memory()
+        reset_peak_memory()
+        section = recipe.model
+        attention = section.attention
+        if attention == "auto":
+            attention = "document" if recipe.train.packing else "sdpa"
+        model = load_model(
+            source,
+            dtype=section.dtype,
+            quantize=section.quantize,
+            double_quantization=section.double_quantization,
+            attention=attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+        if recipe.adapter.kind != "none":
+            model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
+        result = train_sft(
+            recipe,
+            model,
+            context.tokenizer,
+            rows.train.rows,
+            rows.validation.rows,
+            run_folder=context.folder,
+            owner=digest_json(depends_on),
+            say=context.say,
+        )
+        forecast = read_json(context.folder / "forecast.json")
+        forecast |= {"used_peak_bytes": peak_memory_bytes(), "basis": memory_basis()}
+        write_json(context.folder / "forecast.json", forecast)
+        write_json(context.folder / "training.json", result.to_dict())
+        output = context.folder / result.output
+        outputs += sorted(path for path in output.rglob("*") if path.is_file())
+        outputs.append(context.folder / "training.json")
+
+    context.stage(
+        "train",
+        depends_on,
+        work,
+        f"train: {len(rows.train.rows)} rows, {rows.train.n_targets} targets an epoch",
+    )
+
+
+def _baseline_names(context: RunContext) -> list[str]:
+    return [f"baseline {suite.name}" for suite in context.inputs.suites]
+
+
+def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
+    """Evaluate the tuned model: the saved adapter, loaded afresh and proven active, or the saved full model."""
+    recipe = context.inputs.recipe
+    trained = context.manifest.output_digest("train")
+    for data in suites:
+        depends_on = {
+            "trained": trained,
+            "dtype": recipe.eval.dtype,
+            "suite": data.suite.digest,
+            "items": data.digest,
+        }
+
+        def work(outputs: list[Path], data: SuiteData = data) -> None:
+            model, adapter_digest = load_tuned(context)
+            prompts = build_prompts(data.suite, data.items[:_CANARY_PROMPTS], context.tokenizer, arm="tuned")
+            if recipe.adapter.kind != "none":
+                canary_differs(model, [prompt.ids for prompt in prompts])
+            target = context.folder / "eval" / data.suite.name
+            evaluate_arm(
+                model,
+                context.tokenizer,
+                data.suite,
+                data.items,
+                arm="tuned",
+                batch_size=recipe.eval.batch_size,
+                out_folder=target,
+                key=digest_json({"trained": trained, "dtype": recipe.eval.dtype}),
+                adapter_sha256=adapter_digest,
+            )
+            outputs += [target / "tuned.jsonl", target / "tuned.summary.json"]
+
+        name = data.suite.name
+        context.stage(
+            f"evaluate {name}", depends_on, work, f"evaluate: {name}, {len(data.items)} items, tuned"
+        )
+
+
+def load_tuned(context: RunContext) -> tuple[Any, str]:
+    """The tuned model as it will be used, in the evaluation's compute type, and the SHA-256 of its trained weights."""
+    from finetune.model.source import resolve_model
+
+    recipe = context.inputs.recipe
+    if recipe.adapter.kind == "none":
+        source = resolve_model(str(context.folder / "model"))
+        return load_model(source, dtype=recipe.eval.dtype, attention="sdpa"), source.digest
+    base = load_model(
+        context.inputs.source,
+        dtype=recipe.eval.dtype,
+        quantize=recipe.model.quantize,
+        double_quantization=recipe.model.double_quantization,
+        attention="sdpa",
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    adapter = context.folder / "adapter"
+    return load_adapter(base, adapter, source=context.inputs.source), adapter_sha256(adapter)
+
+
+def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str, Any]:
+    """The paired comparison of every suite, and one verdict: `eval/comparison.json`."""
+    recipe = context.inputs.recipe
+    path = context.folder / "eval" / "comparison.json"
+    depends_on = {
+        "against": recipe.eval.against,
+        "arms": {
+            name: record["outputs"]
+            for name, record in context.manifest.stages.items()
+            if name.startswith(("baseline ", "evaluate "))
+        },
+        "suites": [data.suite.digest for data in suites],
+        "code": _statistics_digest(),
+    }
+
+    def work(outputs: list[Path]) -> None:
+        results = []
+        for data in suites:
+            name = data.suite.name
+            baseline, tuned = context.folder / "baseline" / name, context.folder / "eval" / name
+            result = compare_folders(data.suite, baseline, recipe.eval.against, tuned)
+            for arm in recipe.eval.baselines:
+                if arm != recipe.eval.against:
+                    result["comparisons"] += compare_folders(data.suite, baseline, arm, tuned)["comparisons"]
+            results.append(result)
+        write_json(path, combine(results))
+        outputs.append(path)
+
+    context.stage("compare", depends_on, work, "compare: item by item")
+    comparison: dict[str, Any] = read_json(path)
+    return comparison
+
+
+def _statistics_digest() -> str:
+    """A change of the statistics compares saved answers again, without generating one."""
+    root = Path(__file__).parent.parent
+    files = sorted([*(root / "stats").glob("*.py"), *(root / "evaluation").glob("compare.py")])
+    return digest_json([[path.name, digest_bytes(path.read_bytes())] for path in files])
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system, so that the peak of training is not that of the evaluation before it."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
