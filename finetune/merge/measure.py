@@ -1,0 +1,253 @@
+"""Take the measurements of a merge, judge them, and keep them as one record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.merge.adapter_plan import MergePlan
+from finetune.merge.base_weights import DequantisedWeights, StoredWeights, quantized_parameters
+from finetune.merge.execute import Begin, Changes
+from finetune.merge.proof import (
+    FP32_TOLERANCE,
+    NOISE_FACTOR,
+    Probe,
+    check_gate,
+    continue_greedily,
+    distance,
+    greedy_agreement,
+    logits_at,
+)
+from finetune.merge.reference import Models
+from finetune.model.load import model_skeleton
+from finetune.recipe.schema import ModelSection
+
+DELTA_LOSS_LIMIT = 0.1
+"""Above this share of the tuning lost to rounding, saving in fp32 is advised."""
+
+
+@dataclass(slots=True)
+class MergeProof:
+    """What was compared and measured. KL values are means over positions, in nats, KL(reference ‖ merged).
+
+    `max_logit_difference` and `mean_kl` compare base plus adapter with the merged files, both computing in the written
+    type; `noise_floor_kl` is what bf16 alone does to base plus adapter, None for fp32; `weights_kl` computes both sides
+    in fp32, so that only the rounding of the written weights is left; `effect_kl` is base against base plus adapter.
+    `drift` (quantized training only): KL from the model that was trained, for both bases one can merge onto.
+    `delta_lost` is the share of the weight change that the written type rounds away, by norm; `unmoved_share` the share
+    of changed weights that kept the base's value.
+    """
+
+    dtype: str
+    kind: str
+    base: str
+    base_digest: str
+    adapter_sha256: str
+    quantize: str
+    onto: str
+    n_prompts: int
+    n_positions: int
+    max_logit_difference: float
+    mean_kl: float
+    noise_floor_kl: float | None
+    weights_kl: float
+    effect_kl: float
+    greedy_tokens: int
+    greedy_identical: int
+    drift: dict[str, float] = field(default_factory=dict)
+    n_decoded_layers: int = 0
+    n_tensors: int = 0
+    n_targets: int = 0
+    n_targets_changed: int = 0
+    untied: bool = False
+    n_bytes: int = 0
+    delta_lost: float = 0.0
+    unmoved_share: float = 0.0
+    hints: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def add_changes(self, changes: Changes, plan: MergePlan) -> None:
+        """Complete the record with what was seen while writing."""
+        self.n_tensors, self.n_targets = len(plan.tensors), len(plan.targets)
+        self.n_targets_changed, self.untied, self.n_bytes = changes.n_changed, plan.untied, plan.n_bytes
+        self.delta_lost, self.unmoved_share = changes.delta_lost, changes.unmoved_share
+        if self.dtype == "bf16" and self.delta_lost > DELTA_LOSS_LIMIT:
+            self.hints.append(
+                f"bf16 rounds away {self.delta_lost:.0%} of the weight change ({self.unmoved_share:.0%} of the changed "
+                "weights kept the base's value); --dtype fp32 keeps it"
+            )
+        if self.n_targets_changed < self.n_targets:
+            self.hints.append(
+                f"{self.n_targets - self.n_targets_changed} of {self.n_targets} adapted tensors equal the base's"
+            )
+
+    def facts(self) -> dict[str, str]:
+        """The record in words, for the model card and the screen."""
+        facts = {
+            "Base": f"{self.base} (content {self.base_digest[:12]})",
+            "Adapter": f"{self.kind} (weights {self.adapter_sha256[:12]})",
+            "Weights": f"{self.dtype}, {self.n_targets_changed} of {self.n_tensors} tensors changed",
+            "Largest logit difference": f"{self.max_logit_difference:.2e}",
+            "Mean KL": f"{self.mean_kl:.2e}",
+        }
+        if self.noise_floor_kl is None:
+            facts["Largest logit difference"] += f" (at most {FP32_TOLERANCE:.0e})"
+        else:
+            facts["Mean KL"] += (
+                f" (at most {NOISE_FACTOR:g} × {self.noise_floor_kl:.2e}, the noise of bf16 itself)"
+            )
+            facts["Mean KL of the rounded weights"] = f"{self.weights_kl:.2e}"
+        facts["Mean KL of the tuning"] = f"{self.effect_kl:.2e}"
+        facts["Identical greedy tokens"] = f"{self.greedy_identical} of {self.greedy_tokens}"
+        facts["Weight change kept"] = f"{1 - self.delta_lost:.1%}"
+        if self.drift:
+            facts["Trained on"] = f"{self.quantize} weights, merged onto the {self.onto} base"
+            for onto, drift in self.drift.items():
+                facts[f"KL from the trained model, {onto} base"] = f"{drift:.2e}"
+        return facts
+
+
+def measure(
+    models: Models,
+    folder: Path,
+    probe: Probe,
+    stored: StoredWeights,
+    base: StoredWeights,
+    *,
+    dtype: str,
+    quantization: ModelSection | None,
+    onto: str,
+    progress: Begin,
+) -> MergeProof:
+    """Compare, judge, and return the record; UserError when the merged model is not the adapter model.
+
+    `base` are the weights merged onto, `stored` those on disk; they differ after quantized training.
+    """
+    against_codes = quantization is not None and onto == "dequantised"
+    advance = progress("comparing", 3 + 2 * (dtype == "bf16") + 2 * (quantization is not None), "models")
+    if against_codes:
+        assert quantization is not None
+        answers = _answers_of_quantized(models, stored, quantization, probe, dtype)
+    else:
+        answers = _answers_of_adapter(models, base, probe, dtype)
+    advance(1 + (dtype == "bf16"))
+    with models.merged(folder, dtype) as model:
+        merged = logits_at(model, answers.sequence, answers.keep)
+    advance(1)
+    compared = distance(answers.own, merged)
+    tolerance = 2 * FP32_TOLERANCE if dtype == "fp32" else 0.0
+    identical, n_greedy = greedy_agreement(answers.own, merged, probe.n_new, tolerance)
+    noise = distance(answers.fp32, answers.own).mean_kl if dtype == "bf16" else None
+    check_gate(dtype=dtype, merged=compared, noise_kl=noise, identical=identical, n_greedy=n_greedy)
+    n_positions = merged.shape[0] * merged.shape[1]
+    if dtype == "bf16":
+        with models.merged(folder, "fp32") as model:
+            merged = logits_at(model, answers.sequence, answers.keep)
+        advance(1)
+    with models.plain_base(base, "fp32") as model:
+        untuned = logits_at(model, answers.sequence, answers.keep)
+    advance(1)
+    proof = MergeProof(
+        dtype=dtype,
+        kind=models.adapter.kind,
+        base=models.source.id,
+        base_digest=models.source.digest,
+        adapter_sha256=models.adapter.sha256,
+        quantize=quantization.quantize if quantization else "none",
+        onto=onto if quantization else "original",
+        n_prompts=probe.prompts.shape[0],
+        n_positions=n_positions,
+        max_logit_difference=compared.max_difference,
+        mean_kl=compared.mean_kl,
+        noise_floor_kl=noise,
+        weights_kl=distance(answers.fp32, merged).mean_kl,
+        effect_kl=distance(answers.fp32, untuned).mean_kl,
+        greedy_tokens=n_greedy,
+        greedy_identical=identical,
+        n_decoded_layers=answers.n_decoded_layers,
+    )
+    if quantization is not None:
+        proof.drift = _drift(models, stored, quantization, probe, answers, merged, onto)
+        advance(2)
+    return proof
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The reference's continuation and logits: in fp32, and in the written type (`own`, the same for fp32)."""
+
+    sequence: torch.Tensor
+    keep: torch.Tensor
+    fp32: torch.Tensor
+    own: torch.Tensor
+    n_decoded_layers: int = 0
+
+
+def _answers_of_adapter(models: Models, base: StoredWeights, probe: Probe, dtype: str) -> _Answers:
+    with models.with_adapter(base, "fp32") as model:
+        sequence = continue_greedily(model, probe)
+        keep = _keep(probe, models)
+        fp32 = logits_at(model, sequence, keep)
+    if dtype == "fp32":
+        return _Answers(sequence, keep, fp32, fp32)
+    with models.with_adapter(base, "bf16") as model:
+        return _Answers(sequence, keep, fp32, logits_at(model, sequence, keep))
+
+
+def _answers_of_quantized(
+    models: Models, stored: StoredWeights, section: ModelSection, probe: Probe, dtype: str
+) -> _Answers:
+    with models.quantized(section) as quantized:
+        n_layers = quantized.check_decoded(stored, section)
+        model = quantized.compute_in(torch.float32)
+        sequence = continue_greedily(model, probe)
+        keep = _keep(probe, models)
+        fp32 = logits_at(model, sequence, keep)
+        if dtype == "fp32":
+            return _Answers(sequence, keep, fp32, fp32, n_layers)
+        own = logits_at(quantized.compute_in(torch.bfloat16), sequence, keep)
+        return _Answers(sequence, keep, fp32, own, n_layers)
+
+
+def _drift(
+    models: Models,
+    stored: StoredWeights,
+    section: ModelSection,
+    probe: Probe,
+    answers: _Answers,
+    merged: torch.Tensor,
+    onto: str,
+) -> dict[str, float]:
+    """KL from the trained model: of what was written, and of the adapter on the other base, all computed in fp32."""
+    if onto == "dequantised":
+        with models.with_adapter(stored, "fp32") as model:
+            other = logits_at(model, answers.sequence, answers.keep)
+        trained = answers.fp32
+        return {
+            "dequantised": distance(trained, merged).mean_kl,
+            "original": distance(trained, other).mean_kl,
+        }
+    with models.quantized(section) as quantized:
+        trained = logits_at(quantized.compute_in(torch.float32), answers.sequence, answers.keep)
+    skeleton = model_skeleton(models.source, section.trust_remote_code)
+    decoded = DequantisedWeights(
+        stored.files, stored.layout, section, quantized_parameters(skeleton, section)
+    )
+    with models.with_adapter(decoded, "fp32") as model:
+        other = logits_at(model, answers.sequence, answers.keep)
+    return {
+        "dequantised": distance(trained, other).mean_kl,
+        "original": distance(trained, merged).mean_kl,
+    }
+
+
+def _keep(probe: Probe, models: Models) -> torch.Tensor:
+    layout = models.layout
+    rows = models.plan.n_vocabulary or layout.shapes[f"{layout.input_embedding}.weight"][0]
+    return probe.keep(rows)

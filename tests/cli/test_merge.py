@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from finetune.cli.main import app, main
+from finetune.errors import UserError
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, tiny_model_folder: Path) -> Path:
+    """An adapter of `tiny_model_folder` in a folder whose name says nothing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    model.save_pretrained(tmp_path / "run7")
+    return tmp_path / "run7"
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["merge", "adapter", *map(str, arguments)])
+
+
+def test_the_figures_are_printed_and_the_model_loads(tmp_path: Path, tuned: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = run(tuned, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for word in (
+        "Largest logit difference",
+        "Mean KL",
+        "noise of bf16",
+        "Identical greedy tokens",
+        "merged and proven",
+    ):
+        assert word in result.stdout
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_json_holds_the_whole_proof(tmp_path: Path, tuned: Path) -> None:
+    result = run(tuned, "--out", tmp_path / "out", "--dtype", "fp32", "--json")
+    answer = json.loads(result.stdout)
+    assert answer["out"] == str(tmp_path / "out")
+    assert answer["max_logit_difference"] <= 1e-4
+    assert answer["greedy_identical"] == answer["greedy_tokens"]
+    assert answer["noise_floor_kl"] is None
+
+
+def test_quantized_training_prints_both_drifts(tmp_path: Path, tuned: Path) -> None:
+    result = run(tuned, "--out", tmp_path / "out", "--quantize", "nf4")
+    assert result.exit_code == 0, result.output
+    assert "KL from the trained model, dequantised base" in result.stdout
+    assert "KL from the trained model, original base" in result.stdout
+
+
+def test_a_used_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").touch()
+    result = run(tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert isinstance(result.exception, UserError)
+    assert "holds weights already" in str(result.exception)
+
+
+def test_a_user_error_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["merge", "adapter", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out"), "--json"])
+    assert caught.value.code == 2
+    assert "no such folder" in json.loads(capsys.readouterr().out)["error"][0]["what"]
