@@ -86,7 +86,7 @@ def disk_faults(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"no space left while writing {path}",
-                fix="free some space or choose another folder with --run-dir or FINETUNE_RUNS",
+                fix="free some space, or choose a folder on another disk (for runs: --run-dir or FINETUNE_RUNS)",
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise UserError(

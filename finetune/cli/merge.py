@@ -42,6 +42,28 @@ class Quantize(StrEnum):
     int8 = "int8"
 
 
+Target = Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a PEFT adapter folder.")]
+OutOption = Annotated[Path, typer.Option(help="New folder for the merged model.")]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(help="Base model: builtin:NAME, a folder or a hub id; by default what RUN|DIR names."),
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Type of the written weights.")]
+OntoOption = Annotated[
+    Onto, typer.Option(help="After quantized training: the base as its codes decode, or as it lies on disk.")
+]
+QuantizeOption = Annotated[
+    Quantize | None, typer.Option(help="Quantization of the training; a run folder knows it.")
+]
+SingleFlag = Annotated[
+    bool,
+    typer.Option("--single-quantization", help="With --quantize: the 4-bit constants were not quantized."),
+]
+OtherBaseFlag = Annotated[
+    bool, typer.Option("--other-base", help="Permit a base with other weights than it was trained on.")
+]
+
+
 @app.callback()
 def group() -> None:
     """Merge adapters into their base."""
@@ -49,34 +71,14 @@ def group() -> None:
 
 @app.command()
 def adapter(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a PEFT adapter folder.")
-    ],
-    out: Annotated[Path, typer.Option(help="New folder for the merged model.")],
-    base: Annotated[
-        str | None,
-        typer.Option(help="Base model: builtin:NAME, a folder or a hub id; by default what RUN|DIR names."),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the written weights.")] = Dtype.bf16,
-    onto: Annotated[
-        Onto,
-        typer.Option(help="After quantized training: the base as the codes decode, or as it lies on disk."),
-    ] = Onto.dequantised,
-    quantize: Annotated[
-        Quantize | None, typer.Option(help="Quantization of the training; a run folder knows it.")
-    ] = None,
-    single_quantization: Annotated[
-        bool,
-        typer.Option(
-            "--single-quantization", help="With --quantize: the 4-bit constants were not quantized."
-        ),
-    ] = False,
-    other_base: Annotated[
-        bool,
-        typer.Option(
-            "--other-base", help="Permit a base with other weights than the adapter was trained on."
-        ),
-    ] = False,
+    target: Target,
+    out: OutOption,
+    base: BaseOption = None,
+    dtype: DtypeOption = Dtype.bf16,
+    onto: OntoOption = Onto.dequantised,
+    quantize: QuantizeOption = None,
+    single_quantization: SingleFlag = False,
+    other_base: OtherBaseFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Merge an adapter into its base, and prove on fixed prompts that the result answers like base and adapter.

@@ -154,13 +154,7 @@ def measure(
         untuned = logits_at(model, answers.sequence, answers.keep)
     advance(1)
     proof = MergeProof(
-        dtype=dtype,
-        kind=models.adapter.kind,
-        base=models.source.id,
-        base_digest=models.source.digest,
-        adapter_sha256=models.adapter.sha256,
-        quantize=quantization.quantize if quantization else "none",
-        onto=onto if quantization else "original",
+        **_identity(models, dtype, quantization, onto),
         n_prompts=probe.prompts.shape[0],
         n_positions=n_positions,
         max_logit_difference=compared.max_difference,
@@ -176,6 +170,18 @@ def measure(
         proof.drift = _drift(models, stored, quantization, probe, answers, merged, onto)
         advance(2)
     return proof
+
+
+def _identity(models: Models, dtype: str, quantization: ModelSection | None, onto: str) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "kind": models.adapter.kind,
+        "base": models.source.id,
+        "base_digest": models.source.digest,
+        "adapter_sha256": models.adapter.sha256,
+        "quantize": quantization.quantize if quantization else "none",
+        "onto": onto if quantization else "original",
+    }
 
 
 @dataclass(slots=True)
