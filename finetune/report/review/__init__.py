@@ -1,0 +1,1 @@
+"""Reading answers by hand: a blinded local page, and what the reading says about the scorer."""
