@@ -132,25 +132,10 @@ def compare(
     Raises UserError for an empty set, NaN, lengths that differ, or a negative margin.
     """
     confidence = checked_confidence(confidence)
-    first, second = checked_scores(a, name="scores of arm A"), checked_scores(b, name="scores of arm B")
+    first, second, shift = _paired_scores(a, b)
     n = len(first)
-    if n != len(second):
-        raise UserError(
-            f"arm A has {n} items and arm B {len(second)}", fix="pair the arms by item before comparing them"
-        )
-    if margin is not None and not 0.0 <= margin < float("inf"):
-        raise UserError(
-            f"margin {margin} must not be negative", fix="give the acceptable loss as 0.02 for two points"
-        )
+    margin = checked_margin(margin)
     labels = checked_clusters(clusters, n)
-    if min(first.min(), second.min()) == -1.0 and is_binary(first + 1.0) and is_binary(second + 1.0):
-        first, second, shift = (
-            first + 1.0,
-            second + 1.0,
-            -1.0,
-        )  # right/wrong scores that were negated stay right/wrong
-    else:
-        shift = 0.0
     binary = is_binary(first) and is_binary(second)
     bounded = is_bounded(first) and is_bounded(second)
     if binary:
@@ -187,6 +172,20 @@ def compare(
         if verdict == "inconclusive" and margin is not None
         else None,
     )
+
+
+def _paired_scores(a: Any, b: Any) -> tuple[FloatArray, FloatArray, float]:
+    """Both arms as arrays of one length, and what to add to their means: right/wrong scores that were negated (a metric
+    where lower is better) are moved back from {-1, 0} to {0, 1}, so that they stay right or wrong."""
+    first, second = checked_scores(a, name="scores of arm A"), checked_scores(b, name="scores of arm B")
+    if len(first) != len(second):
+        raise UserError(
+            f"arm A has {len(first)} items and arm B {len(second)}",
+            fix="pair the arms by item before comparing them",
+        )
+    if min(first.min(), second.min()) == -1.0 and is_binary(first + 1.0) and is_binary(second + 1.0):
+        return first + 1.0, second + 1.0, -1.0
+    return first, second, 0.0
 
 
 def _mean(scores: FloatArray) -> float:

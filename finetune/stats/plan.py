@@ -108,12 +108,6 @@ def plan_power(
         if items is None
         else least_detectable_paired(items, share, design_effect=inflation, alpha=alpha, power=power)
     )
-    warning = None
-    if detectable is not None and detectable > abs(effect) + 1e-12:
-        warning = (
-            f"{items:,} items are too few for {100 * abs(effect):.1f} points: a true difference below {100 * detectable:.1f} "
-            f"points is missed more often than {1 - power:.0%} of the time"
-        )
     return PowerPlan(
         effect=effect,
         discordance=share,
@@ -139,5 +133,14 @@ def plan_power(
         least_detectable_unpaired=None
         if items is None
         else least_detectable_unpaired(items, accuracy, alpha=alpha, power=power),
-        warning=warning,
+        warning=_too_few(items, effect, detectable, power),
+    )
+
+
+def _too_few(items: int | None, effect: float, detectable: float | None, power: float) -> str | None:
+    if items is None or detectable is None or detectable <= abs(effect) + 1e-12:
+        return None
+    return (
+        f"{items:,} items are too few for {100 * abs(effect):.1f} points: a true difference below {100 * detectable:.1f} "
+        f"points is missed more often than {1 - power:.0%} of the time"
     )

@@ -58,6 +58,15 @@ def checked_confidence(confidence: float) -> float:
     return confidence
 
 
+def checked_margin(margin: float | None) -> float | None:
+    """The greatest acceptable loss, at least 0, or None for no margin."""
+    if margin is not None and not 0.0 <= margin < float("inf"):
+        raise UserError(
+            f"margin {margin} must not be negative", fix="give the acceptable loss as 0.02 for two points"
+        )
+    return margin
+
+
 def is_binary(scores: FloatArray) -> bool:
     """Every score is exactly 0 or 1."""
     return bool(np.all((scores == 0.0) | (scores == 1.0)))

@@ -119,7 +119,7 @@ def test_one_cluster_proves_nothing() -> None:
 
 
 def test_repeated_samples_are_averaged_per_item() -> None:
-    assert mean_interval([[0.0, 1.0], [1.0, 1.0], [0.2, 0.4]]) == mean_interval([0.5, 1.0, 0.3])
+    assert mean_interval([[0.0, 1.0], [1.0, 1.0], [0.25, 0.5]]) == mean_interval([0.5, 1.0, 0.375])
 
 
 @pytest.mark.parametrize(
