@@ -10,7 +10,8 @@ where `position_ids` start anew, whatever the cache and the mask are. Each docum
 On CPUs attention is computed in fp32 even when the model is bf16, because the bf16 backward kernel is slow. Measured
 on AVX512-BF16 cores, one layer, 983 tokens in 16 documents, 9 heads of 64, forward + backward, CPU time: dense mask
 128 ms, bf16 document by document 37 ms, fp32 document by document 9 ms. From 16 to 2,048 tokens a document fp32 won
-every time, by a factor of 2 to 12, and documents of equal length gained nothing from being stacked.
+every time, its backward by a factor of 2 to 18. Stacking documents of equal length, were it free, would save 5 % at 64
+tokens; padding documents to a common length costs more than it saves.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from finetune.model.attention import register_document_attention
 from finetune.model.quantization import (
     check_row_lengths,
     disable_cpu_repacking,
+    keep_int8_scales,
     quantization_config,
 )
 from finetune.model.source import ModelSource, read_config
@@ -138,6 +139,7 @@ def load_model(
         ) from error
     _check_complete(source, report)
     disable_cpu_repacking(model)
+    keep_int8_scales(model)
     return model.eval()
 
 

@@ -1,12 +1,13 @@
 """Quantized base weights through bitsandbytes, and the guards that keep them exact on CPUs.
 
-Two faults of bitsandbytes 0.50 on CPUs are closed here:
+Three faults of bitsandbytes 0.50 on CPUs are closed here:
 
 * On CPUs with AVX512-BF16 the first no-grad forward in eval mode rewrites a Linear4bit's weight in another byte order.
   A later backward then yields no gradient through that layer, and dequantising or merging yields garbage, without any
   error. `disable_cpu_repacking` must run before the first forward; `load_model` does.
 * Dequantising a 4-bit weight is wrong when its row length is even but no multiple of the block of 64.
   `check_row_lengths` refuses such a model before its weights are read; `dequantise_4bit` is right for every shape.
+* An int8 layer under DoRA loses its scales after the first forward: `keep_int8_scales`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,23 @@ def disable_cpu_repacking(model: nn.Module) -> int:
             )
         module.support_avx512bf16_for_cpu = False
     return len(layers)
+
+
+def keep_int8_scales(model: nn.Module) -> int:
+    """Keep the scales of int8 layers that PEFT's DoRA loses on CPUs; returns how many layers there are.
+
+    After the first forward bitsandbytes holds a layer's scales in its state, no longer on its weight. DoRA then moves the
+    weight "to its device", which marks it as freshly quantized without scales, and the second forward fails.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    for module in layers:
+        module.register_forward_pre_hook(_restore_scales)
+    return len(layers)
+
+
+def _restore_scales(module: Any, inputs: Any) -> None:
+    if module.weight.CB is not None and module.weight.SCB is None:
+        module.weight.SCB = module.state.SCB
 
 
 def linear_4bit_modules(model: nn.Module) -> dict[str, Any]:

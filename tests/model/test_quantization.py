@@ -179,7 +179,8 @@ def test_gradients_equal_those_of_the_dequantised_model(
     model = _adapted(quantized, kind)
     for each in (model, twin):
         prepare_for_training(each)
-    expected, found = _gradients(twin), _gradients(model)
+    for _ in range(2):  # DoRA used to lose the scales of int8 layers between the first forward and the second
+        expected, found = _gradients(twin), _gradients(model)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert _relative(found[name], gradient) < 1e-4, name
