@@ -30,6 +30,13 @@ from finetune.stats.settle import items_to_settle
 from finetune.stats.validate import (
     checked_clusters,
     checked_confidence,
+    checked_margin,
+    checked_scores,
+    is_binary,
+    is_bounded,
+)
+    checked_clusters,
+    checked_confidence,
     checked_scores,
     is_binary,
     is_bounded,
