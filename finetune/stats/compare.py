@@ -35,12 +35,6 @@ from finetune.stats.validate import (
     is_binary,
     is_bounded,
 )
-    checked_clusters,
-    checked_confidence,
-    checked_scores,
-    is_binary,
-    is_bounded,
-)
 
 Verdict = Literal["improved", "no-evidence", "regressed", "inconclusive"]
 Scale = Literal["share", "score"]
