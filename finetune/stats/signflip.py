@@ -57,7 +57,9 @@ def _lattice_p_value(size: npt.NDArray[np.int64], observed: int, mid: bool) -> f
     points = 1 << (2 * total + 1).bit_length()
     angle = 2.0 * np.pi * np.arange(points // 2 + 1) / points
     values, counts = np.unique(size, return_counts=True)
-    characteristic = np.prod(np.cos(values[:, None] * angle) ** counts[:, None], axis=0)
+    characteristic = np.ones_like(angle)
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        characteristic *= np.cos(value * angle) ** count
     probability = np.fft.irfft(characteristic, n=points)  # at index s: P(sum = s); symmetric about 0
     tail = 2.0 * float(np.maximum(probability[observed + 1 : total + 1], 0.0).sum())
     p = tail + (1.0 if mid else 2.0) * max(float(probability[observed]), 0.0)
