@@ -1,4 +1,4 @@
-"""`finetune merge adapter`: one plain model out of base and adapter, proven equal."""
+"""`finetune merge adapter | combine | extract`: adapters into their base, into one another, and out of two models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli.output import JsonFlag, emit
+from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.merge.measure import MergeProof
 
 app = typer.Typer(
-    name="merge", help="Merge adapters into their base.", no_args_is_help=True, rich_markup_mode=None
+    name="merge", help="Merge, combine and extract adapters.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -64,11 +65,6 @@ OtherBaseFlag = Annotated[
 ]
 
 
-@app.callback()
-def group() -> None:
-    """Merge adapters into their base."""
-
-
 @app.command()
 def adapter(
     target: Target,
@@ -88,8 +84,9 @@ def adapter(
     from finetune.cli.quiet import quiet_libraries
 
     quiet_libraries()
-    from finetune.merge.adapter import merge_adapter, refuse_used_folder
+    from finetune.merge.adapter import merge_adapter
     from finetune.merge.inputs import resolve_inputs
+    from finetune.merge.place import refuse_used_folder
 
     refuse_used_folder(out)
     found = resolve_inputs(
@@ -111,6 +108,104 @@ def adapter(
         progress=_progress,
     )
     emit({"out": str(out), **proof.to_dict()}, _screen(out, proof), as_json=as_json)
+
+
+class Method(StrEnum):
+    """How adapters are combined."""
+
+    sum = "sum"
+    svd = "svd"
+    ties = "ties"
+    dare = "dare"
+    dare_ties = "dare_ties"
+
+
+@app.command()
+def combine(
+    adapters: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="PEFT adapter folders or run folders.")
+    ],
+    out: Annotated[Path, typer.Option(help="New folder for the combined adapter.")],
+    base: BaseOption = None,
+    weights: Annotated[
+        str | None, typer.Option(help="One weight an adapter, e.g. 0.6,0.4; by default 1 each.")
+    ] = None,
+    method: Annotated[
+        Method, typer.Option(help="sum is exact, its rank the sum of ranks; the others end in --rank.")
+    ] = Method.sum,
+    rank: Annotated[int | None, typer.Option(help="Rank of the result, for all methods but sum.")] = None,
+    density: Annotated[float, typer.Option(help="Share of each change that TIES and DARE keep.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of DARE.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Combine adapters of one base into one adapter, on what they really add, and print the error of the rank."""
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from finetune.merge.combine import combine_adapters
+    from finetune.merge.inputs import resolve_inputs
+
+    found = [resolve_inputs(adapter, base=base) for adapter in adapters]
+    for other in found[1:]:
+        if other.source.digest != found[0].source.digest:
+            raise UserError(
+                f"{adapters[0]} and {other.adapter_folder} have different bases: {found[0].source.id}, {other.source.id}",
+                why="a sum of differences from different weights means nothing",
+                fix="name the common base with --base",
+            )
+    done = combine_adapters(
+        found[0].source,
+        [entry.adapter_folder for entry in found],
+        out,
+        weights=_numbers(weights) if weights is not None else None,
+        method=method.value,
+        rank=rank,
+        density=density,
+        seed=seed,
+    )
+    error = "exact" if method == Method.sum else f"relative error {done.error:.2%}"
+    human = f"{done.n_modules} layers combined by {done.method}, rank {done.rank}, {error}: {out}"
+    emit({"out": str(out), **done.to_dict()}, human, as_json=as_json)
+
+
+@app.command()
+def extract(
+    tuned: Annotated[str, typer.Argument(metavar="MODEL", help="The tuned model: a folder or a hub id.")],
+    base: Annotated[str, typer.Option(help="The model it was tuned from.")],
+    out: Annotated[Path, typer.Option(help="New folder for the adapter.")],
+    rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 32,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a LoRA of the difference of two models; prints the spectrum of the change and the error of every rank."""
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from finetune.merge.extract import extract_adapter
+    from finetune.model.source import resolve_model
+
+    done = extract_adapter(
+        resolve_model(base, where="--base"), resolve_model(tuned, where="MODEL"), out, rank=rank
+    )
+    lines = ["rank    error left", *(f"{r:<7} {error:.2%}" for r, error in done.error_by_rank.items())]
+    lines.append(
+        "share of the change in the first directions: " + ", ".join(f"{s:.1%}" for s in done.spectrum[:8])
+    )
+    if done.not_carried:
+        lines.append(
+            f"{len(done.not_carried)} changed tensors have no place in a LoRA ({done.not_carried_share:.1%} of the squared "
+            f"change), e.g. {done.not_carried[0]}"
+        )
+    lines.append(f"{done.n_modules} layers, rank {done.rank}, relative error {done.error:.2%}: {out}")
+    emit({"out": str(out), **done.to_dict()}, "\n".join(lines), as_json=as_json)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"'{text}' is not a list of numbers", where="--weights", fix="e.g. --weights 0.6,0.4"
+        ) from None
 
 
 def _progress(label: str, total: int, unit: str) -> Callable[[int], None]:

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.merge.adapter_file import is_adapter_folder
-from finetune.model.adapter_files import ADAPTER_WEIGHTS, read_adapter_config
+from finetune.model.adapter_files import ADAPTER_WEIGHTS, ORIGIN_FILE, read_adapter_config
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, resolve_model
 from finetune.paths import read_json
 from finetune.recipe.resolve import load_recipe
@@ -67,8 +67,8 @@ def resolve_inputs(
             fix="name the base with --base",
         )
     source = resolve_model(base or named, None if base else config.get("revision"), where="--base")
-    if base is not None and not other_base:
-        _refuse_other_base(source, _digest_of_named(named), named, target)
+    if not other_base:
+        _refuse_other_base(source, _recorded_digest(target, named if base else ""), named, target)
     section = ModelSection(
         id=source.id,
         quantize=quantize or "none",
@@ -124,8 +124,11 @@ def _refuse_changed_adapter(run: Path, adapter: Path, manifest: dict[str, Any]) 
             )
 
 
-def _digest_of_named(named: str) -> str | None:
-    """Content digest of the base an adapter names, None when it is not on this machine any more."""
+def _recorded_digest(adapter: Path, named: str) -> str | None:
+    """Content digest of the base an adapter was trained on: noted with it, or that of the base it names, else None."""
+    origin = adapter / ORIGIN_FILE
+    if origin.is_file() and (noted := read_json(origin).get("digest")):
+        return str(noted)
     if not named:
         return None
     try:

@@ -79,3 +79,35 @@ def test_a_user_error_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["merge", "adapter", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out"), "--json"])
     assert caught.value.code == 2
     assert "no such folder" in json.loads(capsys.readouterr().out)["error"][0]["what"]
+
+
+def command(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+
+
+def test_two_adapters_are_combined_and_the_result_merges(tmp_path: Path, tuned: Path) -> None:
+    result = command("combine", tuned, tuned, "--weights", "0.25,0.75", "--out", tmp_path / "sum", "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["method"], answer["rank"], answer["error"]) == ("sum", 8, 0.0)
+    one, both = run(tuned, "--out", tmp_path / "a"), run(tmp_path / "sum", "--out", tmp_path / "b")
+    assert (one.exit_code, both.exit_code) == (0, 0)
+    weights = [tmp_path / name / "model.safetensors" for name in "ab"]
+    assert weights[0].stat().st_size == weights[1].stat().st_size
+
+
+def test_a_list_of_weights_that_is_none(tmp_path: Path, tuned: Path) -> None:
+    result = command("combine", tuned, tuned, "--weights", "half", "--out", tmp_path / "sum")
+    assert "'half' is not a list of numbers" in str(result.exception)
+
+
+def test_the_difference_of_two_models_becomes_an_adapter(
+    tmp_path: Path, tuned: Path, tiny_model_folder: Path
+) -> None:
+    assert run(tuned, "--out", tmp_path / "tuned", "--dtype", "fp32").exit_code == 0
+    result = command(
+        "extract", tmp_path / "tuned", "--base", tiny_model_folder, "--rank", "2", "--out", tmp_path / "lora"
+    )
+    assert result.exit_code == 0, result.output
+    assert "rank    error left" in result.stdout
+    assert "2 layers, rank 2, relative error" in result.stdout
+    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()

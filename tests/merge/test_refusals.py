@@ -250,7 +250,7 @@ def test_a_disk_too_small_is_noticed_before_writing(
     make_pair: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(merging.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr("finetune.merge.place.shutil.disk_usage", lambda path: usage._replace(free=1000))
     assert "has 1 kB free" in refused(make_pair())
 
 

@@ -1,0 +1,96 @@
+"""Output folders: refused when used, too small, or not writable; filled beside the target and renamed when complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finetune.errors import UserError
+from finetune.paths import disk_faults
+from finetune.units import format_bytes
+
+
+def refuse_used_folder(out: Path) -> None:
+    """A merge needs a folder of its own: weights of an earlier save would win, silently, when the model is loaded."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out} is a file", where="--out", fix="name a folder that does not exist yet")
+    names = sorted(path.name for path in out.iterdir())
+    weights = [
+        name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".index.json"))
+    ]
+    if names:
+        what = (
+            f"weights already ({', '.join(weights[:3])})"
+            if weights
+            else f"files already ({', '.join(names[:3])})"
+        )
+        raise UserError(
+            f"{out} holds {what}",
+            where="--out",
+            why="of two sets of weights in one folder the older can win, silently, when the model is loaded",
+            fix="name a folder that does not exist yet, or delete that one",
+        )
+
+
+def refuse_small_disk(out: Path, n_bytes: int) -> None:
+    """Raise UserError when the file system of `out` lacks `n_bytes`."""
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < n_bytes:
+        raise UserError(
+            f"the merged model needs {format_bytes(n_bytes)}, {parent} has {format_bytes(free)} free",
+            where="--out",
+            fix="free some space, choose another disk with --out, or merge with --dtype bf16",
+        )
+
+
+@contextmanager
+def put_in_place(out: Path) -> Iterator[Path]:
+    """A new folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
+
+    Folders of merges that were killed are removed first.
+    """
+    parent = out.absolute().parent
+    prefix = f".{out.absolute().name}.merging-"
+    with disk_faults(out):
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(f"{prefix}*"):
+            process = stale.name.removeprefix(prefix).partition("-")[0]
+            if process.isdigit() and not _is_alive(int(process)):
+                shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        try:
+            yield folder
+            folder.chmod(0o755)
+            _sync(folder)
+            folder.replace(out)
+            _sync(parent)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
