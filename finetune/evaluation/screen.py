@@ -78,3 +78,28 @@ def _means(one: Mapping[str, Any]) -> str:
     if is_share(one):
         return f"{one['mean_a']:6.1%} → {one['mean_b']:6.1%}"
     return f"{one['mean_a']:.4g} → {one['mean_b']:.4g}"
+
+
+def judge_lines(found: Mapping[str, Any]) -> list[str]:
+    """Win rate, what the judge contradicts itself on, and whether it may be believed."""
+    trust = found["calibration"]
+    lines = [
+        f"{found['suite']}, judged by {found['judge']}: tuned won {found['won']}, tied {found['tied']}, lost "
+        f"{found['lost']} of {found['n']} (win rate {found['win_rate']:.1%}, a tie is half); "
+        f"{found['missing']} not judged",
+        f"win rate minus loss rate: {describe_difference(found['comparison'])}",
+    ]
+    if found["position_bias"] is not None:
+        lines.append(
+            f"position bias: {found['position_bias']:.1%} of the pairs turned with the order (counted as ties)"
+        )
+    if trust["n"]:
+        lines.append(
+            f"agrees with the reader on {trust['agreed']} of {trust['n']} items: {trust['agreement']:.1%} "
+            f"[{trust['low']:.1%}, {trust['high']:.1%}]"
+        )
+    if trust["calibrated"]:
+        lines.append(f"verdict: {found['verdict']}")
+    else:
+        lines.append("not calibrated, so its verdict does not count: read more items with finetune review")
+    return lines

@@ -396,3 +396,44 @@ def test_run_lets_a_server_answer_both_arms_and_proves_that_they_differ(finished
     assert read_summary(folder, "tuned").backend == "server"
     assert {record["output"] for record in read_jsonl(folder / "tuned.jsonl")} == {"tuned"}
     assert not (finished_run / "eval" / "task" / "tuned.jsonl").exists()
+
+
+class _JudgeHandler(BaseHTTPRequestHandler):
+    """Prefers the answer that is a JSON object, wherever it stands."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][1]["content"]
+        better = "first" if "{" in asked.split("<first>")[1].split("</first>")[0] else "second"
+        answer = {"choices": [{"message": {"content": json.dumps({"better": better})}}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+def test_a_judges_verdict_counts_only_when_it_is_calibrated(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, MOST)}, [suite])
+    with ThreadingHTTPServer(("127.0.0.1", 0), _JudgeHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = ["--server", f"http://127.0.0.1:{server.server_address[1]}/v1", "--model", "judge"]
+        result = call("judge", run, *options)
+        assert result.exit_code == ExitCode.INCONCLUSIVE
+        assert "tuned won 54, tied 6, lost 0 of 60" in result.stdout
+        assert "not calibrated" in result.stdout
+        read = [
+            {"suite": "task", "item": f"task-{n}", "right": {"baseline": False, "tuned": MOST[n]}}
+            for n in range(30)
+        ]
+        write_jsonl(run / "eval" / "review.jsonl", read)
+        result = call("judge", run, *options, "--json")
+        server.shutdown()
+    found = json.loads(result.stdout)
+    assert result.exit_code == ExitCode.DONE
+    assert (found["verdict"], found["calibration"]["agreed"], found["calibration"]["n"]) == (
+        "improved",
+        27,
+        27,
+    )
+    assert len(read_json(run / "eval" / "task" / "judge.json")["judgements"]) == 60

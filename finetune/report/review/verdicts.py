@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.evaluation.judge import cohens_kappa
 from finetune.paths import disk_faults, read_jsonl
 from finetune.report.review.sample import ReviewItem
 from finetune.stats.means import wilson_interval
@@ -78,7 +79,7 @@ def summarise_review(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "agreement": agreed / n if n else None,
         "low": low,
         "high": high,
-        "kappa": _kappa(pairs),
+        "kappa": cohens_kappa(pairs),
         "tuned_wrong": wrong,
         "failure_rate_below": 1.0 - 0.05 ** (1.0 / len(verdicts)) if verdicts and not wrong else None,
         "disagreements": [
@@ -110,14 +111,3 @@ def review_lines(summary: Mapping[str, Any], planned: int) -> list[str]:
             f"{summary['failure_rate_below']:.1%} (95 %)"
         )
     return lines
-
-
-def _kappa(pairs: Sequence[tuple[bool, bool]]) -> float | None:
-    """Cohen's kappa (Cohen 1960); None when chance alone would agree always."""
-    n = len(pairs)
-    if not n:
-        return None
-    observed = sum(reader == scorer for reader, scorer in pairs) / n
-    reader_yes, scorer_yes = (sum(pair[side] for pair in pairs) / n for side in (0, 1))
-    chance = reader_yes * scorer_yes + (1 - reader_yes) * (1 - scorer_yes)
-    return None if chance == 1.0 else (observed - chance) / (1 - chance)
