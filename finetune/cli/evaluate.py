@@ -156,7 +156,13 @@ def gate(
 
     answers = RunAnswers.open(folder)
     results = [
-        compare_saved(suite, find_baseline(baseline, answers, suite), answers.tuned(suite.name), inner=inner)
+        compare_saved(
+            suite,
+            find_baseline(baseline, answers, suite),
+            answers.tuned(suite.name),
+            inner=inner,
+            slices=False,
+        )
         for suite in answers.load_suites(suites)
     ]
     default = Require.improvement if baseline == BASE else Require.no_regression

@@ -50,14 +50,15 @@ def compare_records(
     *,
     inner: bool = False,
     metrics: Sequence[str] | None = None,
+    slices: bool = True,
 ) -> dict[str, Any]:
     """Every metric of the suite compared, in the format of `eval/comparison.json`; the primary metric decides.
 
-    The margin guards the primary metric. With no items nothing can be shown: differences are null, the verdict is
+    slices: also compare every slice that the suite declares. The margin guards the primary metric. With no items nothing can be shown: differences are null, the verdict is
     `inconclusive`, and no gate passes.
     """
     left, right = pair_records(baseline, arm, inner=inner)
-    sliced = slice_comparisons(suite, left, right, every=arm)
+    sliced = slice_comparisons(suite, left, right, every=arm) if slices else []
     names = list(metrics) if metrics is not None else suite.metrics
     comparisons = [_compare_metric(suite, metric, left, right) for metric in names]
     decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)
@@ -76,19 +77,28 @@ def compare_records(
 
 
 def compare_folders(
-    suite: Suite, baseline_folder: Path, baseline_arm: str, arm_folder: Path, arm: str = "tuned"
+    suite: Suite,
+    baseline_folder: Path,
+    baseline_arm: str,
+    arm_folder: Path,
+    arm: str = "tuned",
+    *,
+    slices: bool = True,
 ) -> dict[str, Any]:
     """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs and notes."""
-    return compare_saved(suite, SavedArm(baseline_folder, baseline_arm), SavedArm(arm_folder, arm))
+    before, after = SavedArm(baseline_folder, baseline_arm), SavedArm(arm_folder, arm)
+    return compare_saved(suite, before, after, slices=slices)
 
 
-def compare_saved(suite: Suite, baseline: SavedArm, arm: SavedArm, *, inner: bool = False) -> dict[str, Any]:
+def compare_saved(
+    suite: Suite, baseline: SavedArm, arm: SavedArm, *, inner: bool = False, slices: bool = True
+) -> dict[str, Any]:
     """Compare two saved arms. Where both were evaluated here, arms of another suite, other items or another template are
     refused, and costs and notes are added; records from elsewhere must at least answer the same items."""
     before, after = baseline.summary(), arm.summary()
     if before is not None and after is not None:
         refuse_unfair(suite, before, after, inner=inner)
-    result = compare_records(suite, baseline.records(), arm.records(), inner=inner)
+    result = compare_records(suite, baseline.records(), arm.records(), inner=inner, slices=slices)
     if before is not None and after is not None:
         result["cost"] = _cost(before, after)
         result["notes"] = _notes(before, after)

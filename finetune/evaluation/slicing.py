@@ -36,6 +36,7 @@ def slice_comparisons(
         }
         for place, record in enumerate(right):
             members[bucket_of(record)].append(place)
+        members = _pooled(members, suite.slices.min_items)
         for value, places in members.items():
             pair = [left[place] for place in places], [right[place] for place in places]
             found.append({"by": key, "value": value, "n": len(places), **_compare_slice(suite, *pair)})
@@ -48,6 +49,15 @@ def slice_comparisons(
         found,
         key=lambda one: (not one["n"], sign * (one["difference"] or 0.0), -one["n"], one["by"], one["value"]),
     )
+
+
+def _pooled(members: dict[str, list[int]], min_items: int) -> dict[str, list[int]]:
+    """Small slices joined into one; those without any pair stay, so that nobody overlooks them."""
+    small = [value for value, places in members.items() if 0 < len(places) < min_items]
+    if len(small) < 2:
+        return members
+    kept = {value: places for value, places in members.items() if value not in small}
+    return {**kept, f"{len(small)} rare ones": sorted(place for value in small for place in members[value])}
 
 
 def _sign(suite: Suite) -> float:

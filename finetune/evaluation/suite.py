@@ -84,6 +84,9 @@ class SlicesSection(Section):
         default_factory=list,
         description="Tags of the items; also `source` and `length` (thirds by question length).",
     )
+    min_items: Count = Field(
+        8, description="Values with fewer items are pooled into one slice: alone they could show nothing."
+    )
     correction: Literal["holm", "bh"] = Field(
         "holm", description="How p-values are corrected for the number of slices."
     )

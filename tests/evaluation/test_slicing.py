@@ -64,3 +64,14 @@ def test_a_tag_that_is_missing_is_named(suite: Suite) -> None:
 def test_no_slices_are_no_slices(suite: Suite) -> None:
     assert compare_records(suite, _records("zero_shot", set()), _records("tuned", set()))["slices"] == []
     assert compare_records(suite, [], [])["slices"] == []
+
+
+def test_small_slices_are_pooled_for_alone_they_show_nothing(suite: Suite) -> None:
+    base, tuned = _records("zero_shot", set()), _records("tuned", {0})
+    for records in (base, tuned):
+        for index, record in enumerate(records):
+            record["tags"] = {"intent": f"rare-{index}" if index < 5 else f"I{index % 2}"}
+    asked = suite.model_copy(update={"slices": SlicesSection(by=["intent"])})
+    found = {one["value"]: one["n"] for one in compare_records(asked, base, tuned)["slices"]}
+    assert found == {"I0": 42, "I1": 43, "5 rare ones": 5}
+    assert compare_records(asked, base, tuned, slices=False)["slices"] == []
