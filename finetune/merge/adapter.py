@@ -85,7 +85,7 @@ def merge_adapter(
         quantization = None
     refuse_used_folder(out)
     with _prepared(base, adapter_folder, dtype, quantization, onto, trust_remote_code) as job:
-        models = Models(base, job.layout, job.adapter, job.plan, trust_remote_code, other_base)
+        models = Models(base, job.layout, job.adapter, job.plan, other_base)
         with models.with_adapter(job.base, "fp32"):
             pass  # PEFT itself must find a place for every tensor, before anything is written
         refuse_misfit(job.layout, job.adapter, job.plan)
@@ -136,8 +136,15 @@ def _prepared(
             why="merging would have to quantize again, which rounds the adapter away",
             fix="name the unquantized model with --base, and how it was quantized in training with --quantize",
         )
+    if trust_remote_code:
+        raise UserError(
+            f"the base {source.id} runs on code of its own",
+            where="model.trust_remote_code",
+            why="a merged model must load, and be proven, with plain transformers",
+            fix="serve the adapter unmerged",
+        )
     adapter = open_adapter(adapter_folder)
-    skeleton = model_skeleton(source, trust_remote_code)
+    skeleton = model_skeleton(source)
     with adapter.files, open_model(source.folder) as files:
         refuse_broken_adapter(adapter)
         layout = read_layout(skeleton, files)

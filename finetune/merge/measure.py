@@ -241,7 +241,7 @@ def _drift(
         }
     with models.quantized(section) as quantized:
         trained = logits_at(quantized.compute_in(torch.float32), answers.sequence, answers.keep)
-    skeleton = model_skeleton(models.source, section.trust_remote_code)
+    skeleton = model_skeleton(models.source)
     decoded = DequantisedWeights(
         stored.files, stored.layout, section, quantized_parameters(skeleton, section)
     )

@@ -69,7 +69,7 @@ class Distance:
 def make_probe(tokenizer: Any | None, n_vocabulary: int, prompts: Sequence[str] = PROMPTS) -> Probe:
     """Fixed prompts, every second one as a chat turn when there is a template, cut to one length in tokens.
 
-    Without a tokenizer the prompts are token ids from a seeded generator.
+    Ids without an embedding row are left out. Without a tokenizer the prompts are token ids from a seeded generator.
     """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -77,10 +77,11 @@ def make_probe(tokenizer: Any | None, n_vocabulary: int, prompts: Sequence[str] 
     rows = []
     for number, prompt in enumerate(prompts):
         if tokenizer.chat_template and number % 2 == 0:
-            # The turn is cut, its closing tokens are not: a tuned model answers where the answer begins.
             ids = _chat_ids(tokenizer, prompt)
         else:
             ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
+        ids = [index for index in ids if index < n_vocabulary]
+        # Cut at the front: a tuned model differs most where the answer begins.
         repeated = ids * math.ceil(N_PROMPT_TOKENS / max(len(ids), 1))
         rows.append(ids[-N_PROMPT_TOKENS:] if len(ids) >= N_PROMPT_TOKENS else repeated[:N_PROMPT_TOKENS])
     return Probe(torch.tensor(rows))

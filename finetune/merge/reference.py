@@ -37,7 +37,6 @@ class Models:
     layout: Layout
     adapter: AdapterFile
     plan: MergePlan
-    trust_remote_code: bool | str = False
     other_base: bool = False
 
     @property
@@ -48,7 +47,7 @@ class Models:
     def plain_base(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """The base alone, with its own vocabulary."""
         if not self.streamable:
-            yield load_model(self.source, dtype=dtype, trust_remote_code=self.trust_remote_code, device="cpu")
+            yield load_model(self.source, dtype=dtype, device="cpu")
             return
         streamed = StreamedModel(self._config(resized=False), weights, self.layout, DTYPES[dtype])
         streamed.attach_hooks()
@@ -58,9 +57,7 @@ class Models:
     def with_adapter(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """Base plus adapter, by PEFT. Raises UserError when PEFT would not load every tensor of the adapter."""
         if not self.streamable:
-            base = load_model(
-                self.source, dtype=dtype, trust_remote_code=self.trust_remote_code, device="cpu"
-            )
+            base = load_model(self.source, dtype=dtype, device="cpu")
             yield self._adapted(base)
             return
         streamed = StreamedModel(self._config(resized=True), weights, self.layout, DTYPES[dtype])
@@ -84,7 +81,6 @@ class Models:
             dtype=section.dtype,
             quantize=section.quantize,
             double_quantization=section.double_quantization,
-            trust_remote_code=section.trust_remote_code,
             device="cpu",
         )
         yield QuantizedModel(self._adapted(base))

@@ -124,6 +124,10 @@ class TensorFiles:
         """The rows [n, ...] with the given indices [n] (int64), reading each distinct one once."""
         entry = self.entries[name]
         distinct, inverse = torch.unique(rows, return_inverse=True)
+        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < entry.n_rows:
+            raise IndexError(
+                f"{name} has {entry.n_rows} rows, asked for {int(distinct[0])} to {int(distinct[-1])}"
+            )
         parts = [
             self._read_bytes(entry, entry.offset + int(row) * entry.row_bytes, entry.row_bytes)
             for row in distinct

@@ -191,6 +191,10 @@ def test_a_base_that_is_stored_quantized(make_pair: Any, refused: Any) -> None:
     assert "is stored quantized (gptq)" in refused(pair)
 
 
+def test_a_base_that_runs_its_own_code(make_pair: Any, refused: Any) -> None:
+    assert "runs on code of its own" in refused(make_pair(), trust_remote_code="0" * 40)
+
+
 class Trap:
     """Unpickling it leaves a mark."""
 

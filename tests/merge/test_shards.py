@@ -49,6 +49,8 @@ def test_what_the_library_writes_is_read_back_whole_by_rows_and_by_index(tmp_pat
         assert torch.equal(files.read("a", 4, 99), TENSORS["a"][4:])
         rows = torch.tensor([5, 0, 5])
         assert torch.equal(files.gather("a", rows), TENSORS["a"][rows])
+        with pytest.raises(IndexError, match="a has 6 rows, asked for 6 to 6"):
+            files.gather("a", torch.tensor([6]))
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 60])
