@@ -7,7 +7,6 @@ that has nothing else is refused, and one that has both is read from its safeten
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,13 @@ from typing import Any
 from finetune.digest import digest_file, digest_json
 from finetune.errors import Fault, UserError, did_you_mean
 from finetune.model.embedded import BUILTIN_MODELS, convert_embedded
+from finetune.model.hub import fetch_from_hub
 from finetune.paths import cache_root, read_json, write_json
 
 BUILTIN_PREFIX = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-# What a hub download may bring: weights as safetensors, configuration and tokenizer as text. Never pickle, never code.
-_HUB_CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
-_HUB_WEIGHT_PATTERNS = ("*.safetensors",)
 
 Announce = Callable[[str], None]
 
@@ -79,7 +76,9 @@ def resolve_model(
                 fix="name a folder that holds config.json and *.safetensors",
             )
     else:
-        folder, revision = _fetch_from_hub(id, revision, weights, trust_remote_code, where)
+        folder, revision = fetch_from_hub(
+            id, revision, weights=weights, trust_remote_code=trust_remote_code, where=where
+        )
     faults = _folder_faults(folder, where, weights=weights)
     if faults:
         raise UserError(faults)
@@ -183,77 +182,6 @@ def _named_base(folder: Path) -> str:
         return str(json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") or "")
     except (ValueError, AttributeError):
         return ""
-
-
-def _fetch_from_hub(
-    id: str, revision: str | None, weights: bool, trust_remote_code: bool | str, where: str
-) -> tuple[Path, str | None]:
-    """Snapshot folder and commit of a hub id, from the local cache or, unless offline, from the hub."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    patterns = list(_HUB_CONFIG_PATTERNS + (_HUB_WEIGHT_PATTERNS if weights else ()))
-    if trust_remote_code:
-        patterns.append("*.py")
-    full_id = f"{id}@{revision}" if revision else id
-    try:
-        folder = Path(snapshot_download(id, revision=revision, allow_patterns=patterns))
-    except HFValidationError:
-        raise UserError(
-            f"'{id}' is neither a folder nor a hub id",
-            where=where,
-            fix=f"write owner/name, an existing folder, or one of: {', '.join(BUILTIN_PREFIX + n for n in BUILTIN_MODELS)}",
-        ) from None
-    except GatedRepoError:
-        raise UserError(
-            f"the hub model '{full_id}' needs its licence accepted",
-            where=where,
-            fix="accept it on the model's page, then log in with `hf auth login`",
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(
-            f"the hub model '{id}' has no revision '{revision}'",
-            where="model.revision",
-            fix="name a commit, tag or branch of that repository",
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"the hub has no model '{id}'",
-            where=where,
-            why="it does not exist, or it is private and no token is set",
-            fix="check the spelling, or log in with `hf auth login`",
-        ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        raise UserError(
-            f"there is no folder '{id}', and the hub model '{full_id}' is not in the local cache",
-            where=where,
-            why="HF_HUB_OFFLINE is set, so nothing is downloaded"
-            if offline
-            else f"the hub was not reached: {error}",
-            fix=(
-                f"unset HF_HUB_OFFLINE and run again, or fetch it first with `hf download {id}`"
-                if offline
-                else ""
-            )
-            or f"check the network, or use {BUILTIN_PREFIX}{next(iter(BUILTIN_MODELS))}, which needs none",
-        ) from error
-    commit = folder.name if folder.parent.name == "snapshots" else revision
-    if trust_remote_code and trust_remote_code != commit:
-        raise UserError(
-            f"model.trust_remote_code names commit {trust_remote_code}, the model is at {commit}",
-            where="model.trust_remote_code",
-            fix="set model.revision and model.trust_remote_code to the same commit, after reading its code",
-        )
-    return folder, commit
 
 
 def _count_parameters(files: list[Path]) -> int | None:

@@ -66,6 +66,32 @@ def test_a_hub_id_offline_says_what_to_do() -> None:
     assert "hf download" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("GatedRepoError", "needs its licence accepted"),
+        ("RevisionNotFoundError", "has no revision 'v1'"),
+        ("RepositoryNotFoundError", "the hub has no model"),
+        ("HfHubHTTPError", "the hub was not reached"),
+    ],
+)
+def test_every_failed_download_has_a_remedy(monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    import httpx2
+    import huggingface_hub
+
+    response = httpx2.Response(404, request=httpx2.Request("GET", "http://hub.invalid"))
+    kind = getattr(huggingface_hub.errors, name)
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise kind("no", response=response)
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError, match=said) as error:
+        resolve_model("owner/name", "v1")
+    assert error.value.faults[0].fix
+
+
 def test_an_impossible_hub_id() -> None:
     with pytest.raises(UserError, match="neither a folder nor a hub id"):
         resolve_model("a/b/c")
