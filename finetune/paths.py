@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any
 
 from finetune.errors import UserError, did_you_mean
 
-_KINDS = ("recipes", "data", "eval")
+_KINDS = {"recipes": b"recipe", "data": b"dataset", "eval": b"suite"}  # folder -> its version key
+_VERSION_KEY = re.compile(rb"^(recipe|dataset|suite):", re.MULTILINE)
 
 
 def shipped_root() -> Path:
@@ -49,7 +51,7 @@ def find_declarative(
     for base in bases:
         for candidate in (base / given, base / f"{given}.yaml"):
             with contextlib.suppress(OSError):  # a name that the file system cannot have
-                if candidate.is_file():
+                if candidate.is_file() and not _is_of_another_kind(candidate, kind):
                     return candidate.resolve()
     known = shipped_names(kind)
     raise UserError(
@@ -58,6 +60,12 @@ def find_declarative(
         why=f"looked in {', '.join(str(base) for base in dict.fromkeys(bases))}",
         fix=did_you_mean(name.removesuffix(".yaml"), known),
     )
+
+
+def _is_of_another_kind(path: Path, kind: str) -> bool:
+    """A suite and the dataset it asks may share a name: the version key at the top tells them apart."""
+    found = set(_VERSION_KEY.findall(path.read_bytes()))
+    return bool(found) and _KINDS[kind] not in found
 
 
 def shipped_names(kind: str) -> list[str]:

@@ -34,7 +34,9 @@ class RunInputs:
         return f"{self.recipe.name}-{self.digest[:8]}"
 
 
-def gather_inputs(path: str, overrides: Sequence[str] = ()) -> RunInputs:
+def gather_inputs(
+    path: str, overrides: Sequence[str] = (), *, say: Callable[[str], None] | None = None
+) -> RunInputs:
     """Read the recipe, then find its dataset spec, its suites and its base model.
 
     Raises UserError with every fault of the recipe file; once it is sound, with every missing thing it names.
@@ -66,7 +68,17 @@ def gather_inputs(path: str, overrides: Sequence[str] = ()) -> RunInputs:
         )
         for name in recipe.eval.suites
     ]
-    source = attempt(lambda: resolve_model(recipe.model.id, recipe.model.revision))
+    beside = loaded.folder("model.id") / recipe.model.id
+    model_id = str(beside) if beside.is_dir() else recipe.model.id
+    source = attempt(
+        lambda: resolve_model(
+            model_id,
+            recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            announce=say,
+            where=loaded.where("model.id"),
+        )
+    )
     for suite in suites:
         if suite is not None:
             faults += _missing_arms(suite, recipe)

@@ -15,7 +15,19 @@ from finetune.errors import UserError
 from finetune.paths import read_json, write_json
 
 FILE_NAME = "manifest.json"
+LOCK_NAME = ".lock"  # held while a process works in the folder
 FORMAT = 1
+
+
+def refuse_foreign(folder: Path) -> None:
+    """A folder with things in it that are not a run of ours is left as it is."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / FILE_NAME).exists():
+        only_lock = all(path.name == LOCK_NAME for path in folder.iterdir())
+        if not only_lock:
+            raise UserError(
+                f"{folder} is not empty and is not a run folder",
+                fix="choose a new or empty folder with --run-dir",
+            )
 
 
 @dataclass
@@ -34,11 +46,6 @@ class RunManifest:
         """Read the manifest of `folder` or begin one. A folder of another recipe is refused."""
         path = folder / FILE_NAME
         if not path.exists():
-            if folder.exists() and any(folder.iterdir()):
-                raise UserError(
-                    f"{folder} is not empty and is not a run folder",
-                    fix="choose a new or empty folder with --run-dir",
-                )
             manifest = cls(
                 folder, recipe_digest, recipe_name, datetime.now(UTC).isoformat(timespec="seconds")
             )

@@ -14,7 +14,7 @@ from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.inputs import RunInputs, gather_inputs
-from finetune.pipeline.manifest import RunManifest
+from finetune.pipeline.manifest import LOCK_NAME, RunManifest, refuse_foreign
 from finetune.pipeline.stages import (
     RunContext,
     baseline_stage,
@@ -51,9 +51,10 @@ def run_recipe(
     """
     from finetune.report.page import write_report
 
-    inputs = gather_inputs(path, overrides)
+    inputs = gather_inputs(path, overrides, say=say)
     folder = (run_dir or runs_root() / inputs.folder_name).absolute()
     with disk_faults(folder):
+        refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
     with _only_process(folder):
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
@@ -90,7 +91,7 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
 @contextmanager
 def _only_process(folder: Path) -> Iterator[None]:
     """Hold the run folder's lock: two processes in one folder would overwrite each other's checkpoints."""
-    lock = folder / ".lock"
+    lock = folder / LOCK_NAME
     with disk_faults(lock):
         stream = lock.open("w")
     with stream:

@@ -225,6 +225,7 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
             run_folder=context.folder,
             owner=digest_json(depends_on),
             say=context.say,
+            source=source,
         )
         forecast = read_json(context.folder / "forecast.json")
         forecast |= {"used_peak_bytes": peak_memory_bytes(), "basis": memory_basis()}

@@ -24,8 +24,10 @@ from finetune.data.packing import pack
 from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_file
 from finetune.errors import UserError
+from finetune.model.adapter_files import save_adapter
 from finetune.model.adapters import trainables_to_fp32
 from finetune.model.fast_lora import speed_up_lora
+from finetune.model.source import ModelSource
 from finetune.paths import disk_faults
 from finetune.recipe.schema import Recipe, TrainSection
 from finetune.telemetry.callback import StepTally, TelemetryCallback
@@ -74,9 +76,11 @@ def train_sft(
     run_folder: Path,
     owner: str,
     say: Callable[[str], None],
+    source: ModelSource | None = None,
 ) -> TrainResult:
     """Tune `model` (adapter attached, or whole) on tokenised rows and write `adapter/` or `model/` into the run folder.
 
+    `source` is the base on disk; its digest is noted beside the adapter, so that another base is refused later.
     Continues from the newest undamaged checkpoint of the same recipe (`owner`: its digest). Raises UserError for a
     non-finite loss or gradient, a disk that is full, a checkpoint of another recipe; KeyboardInterrupt after Ctrl-C,
     once the current step is saved.
@@ -143,7 +147,7 @@ def train_sft(
     seconds = time.monotonic() - started
 
     validation = trainer.evaluate() if validation_rows else None
-    output = _save_result(trainer, recipe, run_folder)
+    output = _save_result(trainer, recipe, run_folder, source)
     return _summarise(recipe, trainer, run_folder, output, validation, seconds)
 
 
@@ -270,10 +274,15 @@ def _finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _save_result(trainer: ExactSftTrainer, recipe: Recipe, run_folder: Path) -> Path:
+def _save_result(
+    trainer: ExactSftTrainer, recipe: Recipe, run_folder: Path, source: ModelSource | None
+) -> Path:
     """Write `adapter/` (or `model/` for full tuning) whole or not at all; it loads with plain PEFT / transformers."""
-    final = run_folder / ("model" if recipe.adapter.kind == "none" else "adapter")
-    aside = run_folder / f".{final.name}.partial"
+    if recipe.adapter.kind != "none":
+        final = run_folder / "adapter"
+        save_adapter(trainer.model, final, tokenizer=trainer.processing_class, source=source)
+        return final
+    final, aside = run_folder / "model", run_folder / ".model.partial"
     with disk_faults(final):
         shutil.rmtree(aside, ignore_errors=True)
         trainer.save_weights(aside)

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import SFTTrainer
 
 from finetune.errors import UserError
+from finetune.model.adapters import check_gradients_arrive
 from finetune.telemetry.callback import StepTally
 from finetune.training.checkpoints import save_checkpoint
 from finetune.training.head import IGNORED, add_target_head, full_logits_nll, supports_target_head
@@ -27,6 +28,8 @@ class ExactSftTrainer(SFTTrainer):
     - checkpoints are atomic, checksummed and owned by one recipe (`training/checkpoints.py`);
     - a loss or gradient that is not finite stops the run before the optimizer step.
     """
+
+    control: TrainerControl
 
     def __init__(
         self, *, checkpoint_root: Path, owner: str, keep_checkpoints: int, tally: StepTally, **kwargs: Any
@@ -77,6 +80,8 @@ class ExactSftTrainer(SFTTrainer):
         self.tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.state.global_step == 0:
+            check_gradients_arrive(self.model)
         norm = super()._clip_grad_norm(model)
         self.tally.grad_norm = float(norm)
         if not math.isfinite(self.tally.grad_norm):

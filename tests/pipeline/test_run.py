@@ -195,7 +195,7 @@ def test_the_run_folder_of_another_recipe_is_refused(project: Any, tmp_path: Pat
     (tmp_path / "foreign" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
         project.run(run_dir=tmp_path / "foreign")
-    assert [path.name for path in (tmp_path / "foreign").iterdir() if path.name != ".lock"] == ["thesis.txt"]
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.txt"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_a_user_error(project: Any) -> None:
