@@ -14,7 +14,7 @@ from finetune.errors import UserError
 from finetune.evaluation.scorers.checks import meets
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.evaluation.suite_data import load_suite_data, read_items
-from finetune.paths import shipped_names
+from finetune.paths import find_declarative, shipped_names
 
 
 def _changed(suite: Suite, old: str, new: str) -> Path:
@@ -207,3 +207,10 @@ def test_items_share_what_the_suite_says(suite: Suite) -> None:
         assert [item.cluster for item in load_suite_data(changed).items] == expected
     with pytest.raises(UserError, match="no tag 'colour' to cluster by"):
         load_suite_data(suite.model_copy(update={"cluster": "colour"}))
+
+
+def test_a_suite_named_like_its_dataset_finds_the_dataset() -> None:
+    suite = load_suite("home_intents")
+    assert suite.items.spec == "home_intents"
+    spec = find_declarative("data", suite.items.spec, relative_to=suite.path.parent)
+    assert (spec.parent.name, spec.name) == ("data", "home_intents.yaml")
