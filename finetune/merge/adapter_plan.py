@@ -271,8 +271,15 @@ def _equal(adapter: AdapterFile, left: str, right: str) -> bool:
     return one.shape == two.shape and torch.equal(adapter.value(left), adapter.value(right))
 
 
-def merged_config(config: dict[str, Any], plan: MergePlan, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the merged model: its dtype, its vocabulary, whether the head is tied, and no quantization."""
+def merged_config(
+    config: dict[str, Any], plan: MergePlan, layout: Layout, dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of the merged model: its dtype, its vocabulary, whether the head is tied, and no quantization.
+
+    A head with a tensor of its own is named untied even where the base's configuration claimed otherwise: transformers
+    believes the files, other runtimes believe the configuration.
+    """
+    own_head = f"{layout.output_embedding}.weight" in {tensor.parameter for tensor in plan.tensors}
     result = {
         key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")
     }
@@ -287,6 +294,6 @@ def merged_config(config: dict[str, Any], plan: MergePlan, dtype: torch.dtype) -
             section["dtype"] = name
         if plan.n_vocabulary is not None and "vocab_size" in section:
             section["vocab_size"] = plan.n_vocabulary
-        if plan.untied and (section is result or "tie_word_embeddings" in section):
+        if own_head and (section is result or "tie_word_embeddings" in section):
             section["tie_word_embeddings"] = False
     return result

@@ -200,6 +200,21 @@ def test_a_head_that_only_the_adapter_unties_is_written_and_named_untied(
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["tie_word_embeddings"] is False
 
 
+def test_a_base_whose_files_hold_apart_what_its_configuration_ties(
+    tmp_path: Path, make_pair: Callable[..., Any], logits_of: Callable[..., torch.Tensor]
+) -> None:
+    from safetensors.torch import save_file
+
+    pair = make_pair()
+    tensors = tensors_of(pair.base)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, pair.base / "model.safetensors", {"format": "pt"})
+    merge(pair, tmp_path / "out", dtype="fp32")
+    assert torch.equal(tensors_of(tmp_path / "out")["lm_head.weight"], tensors["lm_head.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["tie_word_embeddings"] is False
+    assert (logits_of(tmp_path / "out") - 2 * logits_of(pair.model)).abs().max() < 1e-5
+
+
 def test_several_shards_are_written_and_loaded(
     tmp_path: Path, make_pair: Callable[..., Any], logits_of: Callable[..., torch.Tensor]
 ) -> None:
