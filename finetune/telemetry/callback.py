@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.telemetry.events import EventLog
 from finetune.telemetry.flops import StepWork
 from finetune.telemetry.memory import current_memory_bytes
 from finetune.telemetry.progress import Progress
+from finetune.telemetry.updates import UpdateWatch
 
 
 @dataclass
@@ -30,7 +30,7 @@ class TelemetryCallback(TrainerCallback):
     """Writes a `step` event after every optimizer step.
 
     `tally` is filled by the trainer and reset here. `peak_flops` (operations a second) turns work into MFU. Weight
-    norm and update ratio are taken over the trainable parameters: ||change|| / ||weights before|| of the step.
+    norm and update ratio are taken over the trainable parameters (see `UpdateWatch`).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TelemetryCallback(TrainerCallback):
             progress,
         )
         self.total_tokens = self.total_targets = 0
-        self._before: list[torch.Tensor] = []
+        self._watch = UpdateWatch()
         self._weight_norm = self._update_ratio = 0.0
         self._step_start = time.perf_counter()
 
@@ -58,17 +58,12 @@ class TelemetryCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._before = [p.detach().clone() for p in kwargs["model"].parameters() if p.requires_grad]
+        self._watch.start(kwargs["model"])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        after = [p.detach() for p in kwargs["model"].parameters() if p.requires_grad]
-        before_norm = _global_norm(self._before)
-        change = _global_norm([new - old for new, old in zip(after, self._before, strict=True)])
-        self._before = []
-        self._weight_norm = _global_norm(after)
-        self._update_ratio = change / before_norm if before_norm > 0 else 0.0
+        self._weight_norm, self._update_ratio = self._watch.finish(kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,12 +101,6 @@ class TelemetryCallback(TrainerCallback):
     def restart_clock(self) -> None:
         """Leave a pause (validation, checkpoint) out of the next step's speed."""
         self._step_start = time.perf_counter()
-
-
-def _global_norm(tensors: list[torch.Tensor]) -> float:
-    if not tensors:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float()))
 
 
 def _rate_of_step(scheduler: Any) -> float | None:

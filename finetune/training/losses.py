@@ -30,6 +30,8 @@ class _TargetNll(torch.autograd.Function):
                 probabilities = logits.sub_(log_normaliser).exp_()
                 probabilities.scatter_add_(1, targets[part, None], torch.full_like(chosen, -1.0))
                 gradient[part] = probabilities.to(weight.dtype) @ weight
+                del probabilities
+            del logits  # or the next chunk's would be made beside them
         ctx.save_for_backward(gradient)
         return nll
 
