@@ -4,9 +4,9 @@ Legend: T tokens of one forward pass, S length that attends (one document, or th
 Q query width, K key/value width, V vocabulary, r adapter rank, c bytes of the compute type, s bytes of the residual
 stream. Every line is compared with the tensors that autograd really saves in tests/plan/test_activations.py.
 
-What is kept follows from what is trained. A frozen matrix keeps no input; an adapter beside it does, and under autocast
-it keeps a cast copy of its own, because the adapter is fp32 and its input was converted for it. On CUDA a 4-bit layer
-hands its input on unchanged, so all adapters that read one tensor share it; on CPUs it converts like any other.
+What is kept follows from what is trained. A frozen matrix keeps no input; an adapter beside it does. Plain LoRA shares the
+input with whoever reads the same tensor. With DoRA, dropout, or (on CPUs) 4-bit weights each adapter keeps a cast copy of
+its own under autocast, because PEFT converts the input to the adapter's fp32 first.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
     """Inputs of the matrices that need them for a weight gradient."""
     trained = architecture.layer_linears if tuning.kind == "none" else tuning.adapted
     c = tuning.compute_bytes
-    converted = tuning.autocast and (tuning.on_cpu or not tuning.quantized)
-    own_copy = tuning.kind != "none" and (tuning.dropout or converted)
+    own_copy = tuning.kind != "none" and (tuning.dropout or _converts_input(architecture, tuning))
     total = 0
     seen: set[str] = set()
     for linear in trained:
@@ -191,6 +190,13 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
         if not already_kept:
             total += linear.n_in * c
     return total
+
+
+def _converts_input(architecture: Architecture, tuning: Tuning) -> bool:
+    """Whether PEFT's own forward runs and converts: not for plain LoRA, which finetune/model/fast_lora.py takes over."""
+    if tuning.quantized:
+        return tuning.autocast and tuning.on_cpu
+    return tuning.autocast and (tuning.kind == "dora" or tuning.dropout or architecture.transposed_matrices)
 
 
 def _adapter_bytes(tuning: Tuning) -> int:

@@ -40,7 +40,7 @@ class Architecture:
 
     `fused_activation` is false where the activation is written out in elementary operations, each of which keeps a
     tensor; `fp32_norm_weight` is true where the norm's weight multiplies in fp32 before the cast (Gemma); `bent_logits`
-    where something follows the head's product, so that the loss needs whole logits.
+    where something follows the head's product, so that the loss needs whole logits; `transposed_matrices` where they are Conv1D modules.
     """
 
     model_type: str
@@ -64,6 +64,7 @@ class Architecture:
     attention_dropout: bool
     fp32_norm_weight: bool = False
     bent_logits: bool = False
+    transposed_matrices: bool = False
     fused_projections: bool = False
 
     @property
@@ -261,6 +262,7 @@ def _read_gpt2(config: Mapping[str, Any], where: str) -> Architecture:
         qk_norm="none",
         residual_dropouts=2 if float(config.get("resid_pdrop", 0.1)) > 0 else 0,
         attention_dropout=float(config.get("attn_pdrop", 0.1)) > 0,
+        transposed_matrices=True,
     )
 
 

@@ -50,6 +50,10 @@ CUDA_PROCESS_BYTES = 600_000_000
 # Freed blocks that the allocator keeps, as a share of what comes and goes in a step.
 CPU_FRAGMENTATION = 0.03
 CUDA_FRAGMENTATION = 0.05
+# The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
+WATCHED_BYTES = 4 * 50_000_000
+# Prompt tokens that the decoder lets in at once (finetune/evaluation/generate.py).
+PREFILL_TOKENS = 2048
 _GATHERED_LAYERS = 2  # a sharded model holds the layer at work and the one being fetched
 
 
@@ -114,39 +118,16 @@ def forecast_training(
     n_tokens = recipe.train.micro_batch_size * row_tokens
     attention = attention_of(recipe, row_tokens)
     states, n_trainable = _states(recipe, architecture, tuning, optimizer)
-    copies = _autocast_copies(architecture, tuning)
-    layer = layer_saved_bytes(architecture, tuning, attention, n_tokens)
-    kept = architecture.n_layers * layer
-    if recipe.train.gradient_checkpointing:
-        kept = architecture.n_layers * checkpoint_bytes(architecture, tuning, n_tokens)
-    kept += outside_saved_bytes(architecture, tuning, n_tokens)
-    head = head_bytes(architecture, tuning, n_tokens)
-    one_layer = (layer if recipe.train.gradient_checkpointing else 0) + layer_backward_bytes(
-        architecture, tuning, n_tokens
-    )
-    accumulated = states["gradients"] if recipe.train.gradient_accumulation_steps > 1 else 0
-    moments = {
-        "loss": {"activations": kept + copies, "logits": head, "gradients": accumulated},
-        "first backward layer": {
-            "activations": kept + copies + one_layer,
-            "logits": 0,
-            "gradients": accumulated,
-        },
-        "last backward layer": {"activations": one_layer, "logits": 0, "gradients": states["gradients"]},
-        "optimizer step": {"activations": 0, "logits": 0, "gradients": states["gradients"]},
-    }
     terms = {
         **dict.fromkeys(TERMS, 0),
         **states,
-        "buffers": _buffers(recipe, architecture, tuning, n_tokens, device),
+        "buffers": _buffers(recipe, architecture, tuning, n_tokens),
     }
-    shared_terms, host_bytes = _shard(terms, architecture, world_size, sharding, offload)
-    share = shared_terms["gradients"] / states["gradients"] if states["gradients"] else 1.0
-    for values in moments.values():
-        values["gradients"] = round(values["gradients"] * share)
+    terms, host_bytes = _shard(terms, architecture, world_size, sharding, offload)
+    moments = _moments(recipe, architecture, tuning, attention, n_tokens, terms)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return _finish(
-        {**shared_terms, **moments[moment]},
+        {**terms, **moments[moment]},
         device=device,
         moment=moment,
         architecture=architecture,
@@ -176,30 +157,27 @@ def forecast_generation(
     quantize: Quantization = "none",
     double_quantization: bool = True,
 ) -> Forecast:
-    """Peak of generating `new_tokens` after prompts of `prompt_tokens` for `batch` sequences, with a cache.
+    """Peak of generating up to `new_tokens` after prompts of up to `prompt_tokens`, `batch` sequences at a time.
 
-    `dtype` is 'fp32', 'bf16' or 'fp16', of weights and cache. `adapter_parameters` are held in fp32 beside the base.
-    The worst moment is the prefill or the last token, whichever is larger.
+    `dtype` is 'fp32', 'bf16' or 'fp16', of weights and cache. `adapter_parameters` are held in fp32 beside the base. The
+    worst moment is when the last free slots are filled: every slot has its keys and values, and prompts are read, as many
+    at once as the decoder lets in. Tokens that all prompts begin with are held once, so the forecast is an upper bound.
     """
     architecture = read_architecture(config)
     c = BYTES_PER_ELEMENT[dtype]
-    cache_per_token = 2 * architecture.n_layers * architecture.kv_width * c * batch
-    cache_one_layer = 2 * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
-    prefill = batch * prompt_tokens * _forward_bytes(architecture, c)
-    # The logits of the last position in the compute type, and in fp32 for the choice of the token.
-    logits = batch * architecture.vocabulary * (c + 4)
-    at_prefill = cache_per_token * prompt_tokens + prefill
-    at_end = cache_per_token * (prompt_tokens + new_tokens) + cache_one_layer  # growing copies one layer
+    n_prefill = min(batch * prompt_tokens, max(prompt_tokens, PREFILL_TOKENS))
     terms = dict.fromkeys(TERMS, 0)
     terms |= _weights(architecture, c, quantize, double_quantization)
     terms["adapters"] = adapter_parameters * 4
-    terms["logits"] = logits
-    terms["kv_cache"] = cache_per_token * (prompt_tokens + (0 if at_prefill > at_end else new_tokens))
-    terms["activations"] = prefill if at_prefill > at_end else cache_one_layer
+    terms["logits"] = batch * architecture.vocabulary * c
+    terms["kv_cache"] = (
+        2 * architecture.n_layers * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
+    )
+    terms["activations"] = n_prefill * _forward_bytes(architecture, c)
     return _finish(
         terms,
         device=device,
-        moment="prefill" if at_prefill > at_end else "last token",
+        moment="prefill",
         architecture=architecture,
         n_trainable=0,
         host_bytes=0,
@@ -257,6 +235,44 @@ def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
     return AttentionPattern(kind, n_tokens, masked)
 
 
+def _moments(
+    recipe: Recipe,
+    architecture: Architecture,
+    tuning: Tuning,
+    attention: AttentionPattern,
+    n_tokens: int,
+    terms: dict[str, int],
+) -> dict[str, dict[str, int]]:
+    """What differs between the moments of a step: activations, logits, gradients, and buffers."""
+    checkpointing = recipe.train.gradient_checkpointing
+    layer = layer_saved_bytes(architecture, tuning, attention, n_tokens)
+    kept = architecture.n_layers * (
+        checkpoint_bytes(architecture, tuning, n_tokens) if checkpointing else layer
+    )
+    kept += outside_saved_bytes(architecture, tuning, n_tokens) + _autocast_copies(architecture, tuning)
+    one_layer = layer_backward_bytes(architecture, tuning, n_tokens) + (layer if checkpointing else 0)
+    head = head_bytes(architecture, tuning, n_tokens)
+    held, buffers = terms["gradients"], terms["buffers"]
+    so_far = held if recipe.train.gradient_accumulation_steps > 1 else 0
+    # Weights before the step are copied to see how far it moves them (finetune/telemetry/updates.py).
+    watched = min(terms["adapters"] + terms["master_copy"] or terms["weights"], WATCHED_BYTES)
+
+    def at(activations: int, logits: int, gradients: int, more: int = 0) -> dict[str, int]:
+        return {
+            "activations": activations,
+            "logits": logits,
+            "gradients": gradients,
+            "buffers": buffers + more,
+        }
+
+    return {
+        "loss": at(kept, head, so_far),
+        "first backward layer": at(kept + one_layer, 0, so_far),
+        "last backward layer": at(one_layer, 0, held),
+        "optimizer step": at(0, 0, held, watched),
+    }
+
+
 def _states(
     recipe: Recipe, architecture: Architecture, tuning: Tuning, optimizer: str
 ) -> tuple[dict[str, int], int]:
@@ -310,10 +326,8 @@ def _trainable_terms(states: ModelStates) -> dict[str, int]:
     return {"gradients": states.gradients, "optimizer": states.optimizer + states.optimizer_constants}
 
 
-def _buffers(
-    recipe: Recipe, architecture: Architecture, tuning: Tuning, n_tokens: int, device: Device
-) -> int:
-    """Dequantized or composed weights of one matrix, the dense mask, and the cuBLAS-like workspaces."""
+def _buffers(recipe: Recipe, architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
+    """Dequantized or composed weights of one matrix, and the dense mask."""
     total = 0
     if tuning.quantized:
         total += architecture.largest_linear * tuning.compute_bytes

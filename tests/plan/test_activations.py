@@ -50,6 +50,8 @@ def built(model_type: str, **dropouts: float) -> Any:
 def adapt(model: Any, kind: str, dropout: float = 0.0) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    from finetune.model.fast_lora import speed_up_lora
+
     if kind == "none":
         return model
     config = LoraConfig(
@@ -64,6 +66,7 @@ def adapt(model: Any, kind: str, dropout: float = 0.0) -> Any:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    speed_up_lora(adapted)
     return adapted.get_base_model()
 
 
