@@ -1,6 +1,6 @@
 """How fast are items answered? Our decoder beside transformers' `generate` and, where installed, lm-eval's `hf` backend.
 
-    python benchmarks/evaluation_speed.py [--items 200] [--batch-size 32] [--arm few_shot] [--dtype fp32] [--json FILE]
+    python benchmarks/evaluation_speed.py [--items 200] [--batch-size 32] [--arm few_shot|tuned|zero_shot] [--json FILE]
 
 The same model in memory, the same prompt tokens of the suite's arm, greedy, the same limit and stop token, one process, one
 after the other. In fp32 the answers must be the same texts; the share that is, is printed.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import table, write_section
 
 from finetune.evaluation.generate import common_prefix, generate
 from finetune.evaluation.prompts import Prompt, build_prompts
@@ -108,7 +109,8 @@ def measure(items: int, batch_size: int, arm: str, dtype: str, model_id: str) ->
         }
     return {
         "model": source.id, "arm": arm, "dtype": dtype, "items": len(prompts), "batch_size": batch_size,
-        "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
+        "max_new_tokens": rule.max_new_tokens,
+        "prompt_tokens_per_item": round(sum(len(prompt.ids) for prompt in prompts) / len(prompts)),
         "shared_prefix_tokens": common_prefix([prompt.ids for prompt in prompts]),
         "threads": torch.get_num_threads(), "backends": rows,
     }  # fmt: skip
@@ -118,20 +120,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--arm", default="few_shot", choices=["zero_shot", "few_shot", "tuned"])
+    parser.add_argument("--arm", choices=["zero_shot", "few_shot", "tuned"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--model", default="builtin:smollm2-135m-instruct")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = measure(given.items, given.batch_size, given.arm, given.dtype, given.model)
-    print({key: value for key, value in found.items() if key != "backends"})
-    fastest = found["backends"]["finetune"]["seconds"]
-    for name, row in found["backends"].items():
-        print(
-            f"{name:<22} {row['seconds']:7.1f} s  {row['items_per_second']:6.2f} items/s  "
-            f"{row['output_tokens_per_second']:7.1f} tokens/s  {row['answers_like_ours']} answers like ours  "
-            f"ratio {row['seconds'] / fastest:.2f}"
+    arms = [given.arm] if given.arm else ["few_shot", "tuned"]
+    found = [measure(given.items, given.batch_size, arm, given.dtype, given.model) for arm in arms]
+    rows = []
+    for one in found:
+        fastest = one["backends"]["finetune"]["seconds"]
+        for name, row in one["backends"].items():
+            rows.append(
+                [
+                    one["arm"], name, f"{row['seconds']:.1f}", f"{row['items_per_second']:.2f}",
+                    f"{row['output_tokens_per_second']:.0f}", f"{row['answers_like_ours']} of {one['items']}",
+                    f"{row['seconds'] / fastest:.2f}",
+                ]
+            )  # fmt: skip
+    header = [
+        "prompts",
+        "backend",
+        "seconds",
+        "items/s",
+        "output tokens/s",
+        "answers like ours",
+        "time / ours",
+    ]
+    first = found[0]
+    lines = [
+        f"{first['items']} items of home_intents on {first['model']}, {first['dtype']}, greedy, at most "
+        f"{first['max_new_tokens']} tokens, batch {first['batch_size']}, one run each, one after the other.",
+        "Shared prefix of the prompts: "
+        + ", ".join(
+            f"{one['arm']} {one['shared_prefix_tokens']} of {one['prompt_tokens_per_item']} tokens"
+            for one in found
         )
+        + ".",
+        "",
+        *table(header, rows),
+    ]
+    write_section("Evaluation: items answered beside other backends", lines)
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 
