@@ -8,8 +8,7 @@ Measured against real runs by benchmarks/memory_forecast.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from finetune.plan.activations import (
     AttentionPattern,
@@ -21,76 +20,15 @@ from finetune.plan.activations import (
     outside_saved_bytes,
 )
 from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
+from finetune.plan.forecast import TERMS, Device, Forecast, finish
+from finetune.plan.sharding import Offload, Sharding, shard
 from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states, quantized_bytes
 from finetune.recipe.schema import Recipe
 
-Device = Literal["cpu", "cuda"]
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
-Offload = Literal["none", "optimizer", "all"]
-
-TERMS = (
-    "weights",
-    "quantization_constants",
-    "master_copy",
-    "adapters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "kv_cache",
-    "fragmentation",
-    "process",
-)
-
-# Resident set of a process that has imported the training stack and run one product, without model and data.
-CPU_PROCESS_BYTES = 700_000_000
-# Context, kernels and library workspaces of a CUDA process; an allowance, not seen by the allocator's own counters.
-CUDA_PROCESS_BYTES = 600_000_000
-# Freed blocks that the allocator keeps, as a share of what comes and goes in a step.
-CPU_FRAGMENTATION = 0.03
-CUDA_FRAGMENTATION = 0.05
 # The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
 WATCHED_BYTES = 4 * 50_000_000
 # Prompt tokens that the decoder lets in at once (finetune/evaluation/generate.py).
 PREFILL_TOKENS = 2048
-_GATHERED_LAYERS = 2  # a sharded model holds the layer at work and the one being fetched
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Bytes on one device at the worst moment. `terms_bytes` adds up to `total_bytes`.
-
-    `basis` says what a measurement has to count: 'rss' the resident set of the process, 'cuda' the device's memory.
-    """
-
-    terms_bytes: dict[str, int]
-    total_bytes: int
-    basis: Literal["rss", "cuda"]
-    moment: str
-    n_parameters: int
-    n_trainable: int
-    host_bytes: int = 0
-    assumptions: dict[str, str | int | float] = field(default_factory=dict)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What the tensors need, without the process and the allocator's slack: CUDA's `max_memory_allocated`."""
-        return self.total_bytes - self.terms_bytes["process"] - self.terms_bytes["fragmentation"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The run folder's forecast.json; `used_peak_bytes` is filled in after the run."""
-        return {
-            "terms_bytes": {name: size for name, size in self.terms_bytes.items() if size},
-            "total_bytes": self.total_bytes,
-            "used_peak_bytes": None,
-            "basis": self.basis,
-            "moment": self.moment,
-            "host_bytes": self.host_bytes,
-            "n_parameters": self.n_parameters,
-            "n_trainable": self.n_trainable,
-            "assumptions": dict(self.assumptions),
-        }
 
 
 def forecast_training(
@@ -123,10 +61,10 @@ def forecast_training(
         **states,
         "buffers": _buffers(recipe, architecture, tuning, n_tokens),
     }
-    terms, host_bytes = _shard(terms, architecture, world_size, sharding, offload)
+    terms, host_bytes = shard(terms, architecture, world_size, sharding, offload)
     moments = _moments(recipe, architecture, tuning, attention, n_tokens, terms)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    return _finish(
+    return finish(
         {**terms, **moments[moment]},
         device=device,
         moment=moment,
@@ -174,7 +112,7 @@ def forecast_generation(
         2 * architecture.n_layers * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
     )
     terms["activations"] = n_prefill * _forward_bytes(architecture, c)
-    return _finish(
+    return finish(
         terms,
         device=device,
         moment="prefill",
@@ -346,59 +284,11 @@ def _forward_bytes(architecture: Architecture, c: int) -> int:
     return max(norm, attention, mlp)
 
 
-def _shard(
-    terms: dict[str, int], architecture: Architecture, world_size: int, sharding: Sharding, offload: Offload
-) -> tuple[dict[str, int], int]:
-    """Terms of one rank, and the bytes that offloading moves to the host."""
-    stage = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}[sharding]
-    result = dict(terms)
-    divided = [
-        ("optimizer", "master_copy"),
-        ("gradients",),
-        ("weights", "quantization_constants", "adapters"),
-    ]
-    for names in divided[:stage]:
-        for name in names:
-            result[name] = -(-result[name] // world_size)
-    if stage == 3 and world_size > 1:
-        whole = terms["weights"] + terms["quantization_constants"]
-        in_layers = architecture.linear_parameters / architecture.n_parameters
-        result["buffers"] += round(_GATHERED_LAYERS * whole * in_layers / architecture.n_layers)
-    if stage < 3 and world_size > 1:
-        result["buffers"] += terms["gradients"]  # buckets of the reduction
-    host_bytes = 0
-    moved: tuple[str, ...] = ()
-    if offload != "none":
-        moved = ("optimizer", "master_copy") + (
-            ("weights", "quantization_constants") if offload == "all" else ()
-        )
-    for name in moved:
-        host_bytes += result[name]
-        result[name] = 0
-    return result, host_bytes
-
-
-def _finish(
-    terms: dict[str, int],
-    *,
-    device: Device,
-    moment: str,
-    architecture: Architecture,
-    n_trainable: int,
-    host_bytes: int,
-    assumptions: dict[str, str | int | float],
-) -> Forecast:
-    on_cpu = device == "cpu"
-    coming_and_going = sum(terms[name] for name in ("activations", "logits", "buffers", "kv_cache"))
-    terms["fragmentation"] = round(coming_and_going * (CPU_FRAGMENTATION if on_cpu else CUDA_FRAGMENTATION))
-    terms["process"] = CPU_PROCESS_BYTES if on_cpu else CUDA_PROCESS_BYTES
-    return Forecast(
-        terms_bytes={name: terms[name] for name in TERMS},
-        total_bytes=sum(terms.values()),
-        basis="rss" if on_cpu else "cuda",
-        moment=moment,
-        n_parameters=architecture.n_parameters,
-        n_trainable=n_trainable,
-        host_bytes=host_bytes,
-        assumptions=assumptions,
-    )
+__all__ = [
+    "Forecast",
+    "adapter_parameters",
+    "attention_of",
+    "forecast_generation",
+    "forecast_training",
+    "tuning_of",
+]

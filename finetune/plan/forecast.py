@@ -1,0 +1,99 @@
+"""The forecast itself: named terms that add up, and the allowances for the process and its allocator.
+
+The two CPU allowances were fitted to runs that benchmarks/memory_forecast.py measured; those of CUDA are allowances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune.plan.architecture import Architecture
+
+Device = Literal["cpu", "cuda"]
+
+TERMS = (
+    "weights",
+    "quantization_constants",
+    "master_copy",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "kv_cache",
+    "fragmentation",
+    "process",
+)
+
+# Resident set of a process that has imported the training stack and run one product, without model and data.
+CPU_PROCESS_BYTES = 700_000_000
+# Context, kernels and library workspaces of a CUDA process; an allowance, not seen by the allocator's own counters.
+CUDA_PROCESS_BYTES = 600_000_000
+# Freed blocks that the allocator keeps, as a share of what comes and goes in a step.
+CPU_FRAGMENTATION = 0.03
+CUDA_FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes on one device at the worst moment. `terms_bytes` adds up to `total_bytes`.
+
+    `basis` says what a measurement has to count: 'rss' the resident set of the process, 'cuda' the device's memory.
+    """
+
+    terms_bytes: dict[str, int]
+    total_bytes: int
+    basis: Literal["rss", "cuda"]
+    moment: str
+    n_parameters: int
+    n_trainable: int
+    host_bytes: int = 0
+    assumptions: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the tensors need, without the process and the allocator's slack: CUDA's `max_memory_allocated`."""
+        return self.total_bytes - self.terms_bytes["process"] - self.terms_bytes["fragmentation"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run folder's forecast.json; `used_peak_bytes` is filled in after the run."""
+        return {
+            "terms_bytes": {name: size for name, size in self.terms_bytes.items() if size},
+            "total_bytes": self.total_bytes,
+            "used_peak_bytes": None,
+            "basis": self.basis,
+            "moment": self.moment,
+            "host_bytes": self.host_bytes,
+            "n_parameters": self.n_parameters,
+            "n_trainable": self.n_trainable,
+            "assumptions": dict(self.assumptions),
+        }
+
+
+def finish(
+    terms: dict[str, int],
+    *,
+    device: Device,
+    moment: str,
+    architecture: Architecture,
+    n_trainable: int,
+    host_bytes: int,
+    assumptions: dict[str, str | int | float],
+) -> Forecast:
+    """Add the allowances to `terms` and total them."""
+    on_cpu = device == "cpu"
+    coming_and_going = sum(terms[name] for name in ("activations", "logits", "buffers", "kv_cache"))
+    terms["fragmentation"] = round(coming_and_going * (CPU_FRAGMENTATION if on_cpu else CUDA_FRAGMENTATION))
+    terms["process"] = CPU_PROCESS_BYTES if on_cpu else CUDA_PROCESS_BYTES
+    return Forecast(
+        terms_bytes={name: terms[name] for name in TERMS},
+        total_bytes=sum(terms.values()),
+        basis="rss" if on_cpu else "cuda",
+        moment=moment,
+        n_parameters=architecture.n_parameters,
+        n_trainable=n_trainable,
+        host_bytes=host_bytes,
+        assumptions=assumptions,
+    )
