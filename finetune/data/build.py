@@ -167,6 +167,13 @@ def _source_inputs(spec: DatasetSpec, spec_folder: Path) -> dict[str, Any]:
 
         return {"packages": home_intents.source_versions()}
     files = jsonl_source.source_paths(spec.source, spec_folder)
+    folders = [str(path) for path in files.values() if path.is_dir()]
+    if folders:
+        raise UserError(
+            f"a folder, not a file: {', '.join(folders)}",
+            where="source.files",
+            fix="name the files in it, one by one",
+        )
     missing = [str(path) for path in files.values() if not path.is_file()]
     if missing:
         raise UserError(

@@ -24,6 +24,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _OTHER_ENCODINGS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
+    b"{\x00": "UTF-16LE",  # without a byte order mark: an object's brace, then a zero byte
+    b"\x00{": "UTF-16BE",
     b"\x28\xb5\x2f\xfd": "compressed with zstandard",
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "a Parquet file",
@@ -62,9 +64,10 @@ def read_lines(path: Path) -> Iterator[Line | LineError]:
         stream.seek(0)
         for magic, name in _OTHER_ENCODINGS.items():
             if start.startswith(magic):
+                hint = f": iconv -f {name} -t UTF-8" if name.startswith("UTF-16") else ""
                 raise UserError(
                     f"{path} is {name}, not lines of UTF-8 text",
-                    fix="convert it to JSON lines in UTF-8 (for UTF-16: iconv -f utf-16 -t utf-8)",
+                    fix=f"convert it to JSON lines in UTF-8{hint}",
                 )
         if start.startswith(_GZIP_MAGIC):
             yield from _numbered(gzip.GzipFile(fileobj=stream))

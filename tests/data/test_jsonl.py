@@ -45,7 +45,14 @@ def test_a_broken_gzip_keeps_the_lines_before_the_break(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "name"), [(b"\xff\xfe{\x00", "UTF-16"), (b"PAR1", "Parquet"), (b"PK\x03\x04", "zip")]
+    ("start", "name"),
+    [
+        (b"\xff\xfe{\x00", "UTF-16"),
+        (b'{\x00"\x00', "UTF-16LE"),
+        (b'\x00{\x00"', "UTF-16BE"),
+        (b"PAR1", "Parquet"),
+        (b"PK\x03\x04", "zip"),
+    ],
 )
 def test_other_formats_are_refused_by_name(tmp_path: Path, start: bytes, name: str) -> None:
     path = tmp_path / "rows.jsonl"

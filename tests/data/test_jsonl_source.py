@@ -225,6 +225,15 @@ def test_a_missing_file_is_named_with_the_key(write_spec: Callable[..., Path], t
         build_dataset(spec, tmp_path / "builds")
 
 
+def test_a_folder_in_place_of_a_file_is_called_a_folder(
+    write_spec: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "rows").mkdir()
+    spec = write_spec([], source={"files": [str(tmp_path / "rows")]})
+    with pytest.raises(UserError, match=r"source\.files: a folder, not a file: .*rows"):
+        build_dataset(spec, tmp_path / "builds")
+
+
 def test_group_by_a_key_that_a_row_lacks_quarantines_that_row(build: Build) -> None:
     rows = [chat("a", "one", user="u1"), chat("b", "two"), chat("c", "three", user=7)]
     made = build(rows, source={"group_by": "user", **LENIENT})
