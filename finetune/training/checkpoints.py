@@ -10,10 +10,13 @@ from pathlib import Path
 
 from finetune.digest import digest_folder
 from finetune.errors import UserError
+from finetune.model.source import PICKLE_SUFFIXES
 from finetune.paths import disk_faults, read_json, write_json
 
 _NAME = re.compile(r"step-(\d+)")
 _SUMS = "sha256.json"
+# The trainer's own states, which torch reads as tensors and numbers only (weights_only). Weights are never pickled.
+_STATES = re.compile(r"(optimizer|scheduler)\.pt|rng_state(_\d+)?\.pth")
 
 
 def fsync_tree(folder: Path) -> None:
@@ -81,7 +84,10 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, or None: every file must be there with its recorded SHA-256."""
+    """Why a checkpoint cannot be trusted, or None: every file there with its recorded SHA-256, weights not pickled.
+
+    The sums do not stop somebody who writes them anew, and the trainer takes a pytorch_model.bin before the adapter.
+    """
     try:
         recorded = read_json(checkpoint / _SUMS)["files"]
     except (UserError, KeyError, TypeError):
@@ -94,7 +100,15 @@ def damage(checkpoint: Path) -> str | None:
     for names, word in ((missing, "missing"), (changed, "changed"), (added, "not written by us")):
         if names:
             return f"{names[0]} is {word}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
-    return None
+    pickles = sorted(name for name in found if _may_be_pickle(name) and not _STATES.fullmatch(name))
+    if pickles:
+        return f"{pickles[0]} is a pickle file and is refused"
+    return None if any(name.endswith(".safetensors") for name in found) else "it holds no weights"
+
+
+def _may_be_pickle(name: str) -> bool:
+    """Also the index of a model in pickled shards."""
+    return name.endswith((*PICKLE_SUFFIXES, ".pkl", ".bin.index.json"))
 
 
 def newest_usable(root: Path, *, owner: str, say: Callable[[str], None]) -> Path | None:

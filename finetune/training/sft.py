@@ -108,7 +108,7 @@ def train_sft(
         log,
         tally,
         step_work(model),
-        measure_peak_flops(compute, trainer.args.device),
+        measure_peak_flops(compute, trainer.args.device) * trainer.args.world_size,
         Progress("train", total_steps, "steps"),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,21 @@ class ExactSftTrainer(SFTTrainer):
         self.tally.n_tokens += int(lengths.sum())
         self.tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
 
+    def _sum_tally_over_ranks(self) -> None:
+        """What is logged is the step of all ranks: the loss is the one that is optimized, not that of this rank's rows."""
+        tally = self.tally
+        counted = [tally.nll_sum, tally.n_targets, tally.n_tokens, tally.sum_squared_lengths]
+        totals = torch.tensor(counted, dtype=torch.float64, device=self.args.device)
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        tally.nll_sum = float(totals[0])
+        tally.n_targets, tally.n_tokens, tally.sum_squared_lengths = (int(total) for total in totals[1:])
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.state.global_step == 0:
             check_gradients_arrive(self.model)
         norm = super()._clip_grad_norm(model)
+        if self.accelerator.num_processes > 1:
+            self._sum_tally_over_ranks()
         self.tally.grad_norm = float(norm)
         if not math.isfinite(self.tally.grad_norm):
             raise _not_finite("gradient", self.state.global_step + 1)
@@ -132,6 +145,14 @@ class ExactSftTrainer(SFTTrainer):
 
         save_checkpoint(self.checkpoint_root, step, fill, owner=self.owner, keep=self.keep_checkpoints)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _code_refused(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _code_refused(checkpoint):
+            super()._load_rng_state(checkpoint)
+
 
 class StopWhenAsked(TrainerCallback):
     """Ctrl-C once: finish the step, save a checkpoint, stop. The flag is set by a signal handler."""
@@ -164,6 +185,19 @@ class OnEvent(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._validated(state.global_step, kwargs["metrics"])
+
+
+@contextmanager
+def _code_refused(checkpoint: str | None) -> Iterator[None]:
+    """torch reads the states with weights_only: whatever else is in them is not run, and raises."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the optimizer, scheduler or random state in {checkpoint} is refused",
+            why="it holds more than tensors and numbers; reading it would run code, so it was not read",
+            fix="delete that checkpoint; the same command then continues from the one before it",
+        ) from error
 
 
 def _not_finite(what: str, step: int) -> UserError:
