@@ -198,6 +198,7 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
     unfinished = [name for name in _baseline_names(context) if not context.manifest.stages[name]["completed"]]
     assert not unfinished, f"nothing is tuned before there is an evaluation: {unfinished}"
     depends_on = {"recipe": context.inputs.digest, "model": source.digest, "rows": rows.digest}
+    _drop_outdated_checkpoints(context, depends_on)
 
     def work(outputs: list[Path]) -> None:
         _return_memory()
@@ -241,6 +242,16 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
         work,
         f"train: {len(rows.train.rows)} rows, {rows.train.n_targets} targets an epoch",
     )
+
+
+def _drop_outdated_checkpoints(context: RunContext, depends_on: dict[str, Any]) -> None:
+    """Checkpoints of this recipe over other rows or another base are of no use to anyone: training starts over."""
+    before = context.manifest.stages.get("train")
+    checkpoints = context.folder / "checkpoints"
+    if before is not None and before["digest"] != digest_json(depends_on) and checkpoints.exists():
+        context.say("the rows or the base model changed since the last training; its checkpoints are removed")
+        with disk_faults(checkpoints):
+            shutil.rmtree(checkpoints)
 
 
 def _baseline_names(context: RunContext) -> list[str]:
