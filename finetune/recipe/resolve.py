@@ -4,6 +4,7 @@ written out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -27,6 +28,7 @@ from finetune.recipe.renamed import RECIPE_NAMES_ELSEWHERE
 from finetune.recipe.schema import Recipe, RecipeFile
 from finetune.recipe.yaml_loader import Loaded, raise_faults, with_defaults
 
+_UNICODE_BREAK = re.compile("[\x85\u2028\u2029\ufeff]")
 RESULT_NEUTRAL = (
     "description",
     "profile",
@@ -85,8 +87,18 @@ def profiles_of(path: Path | str) -> list[str]:
 def resolved_yaml(recipe: Recipe) -> str:
     """YAML with every default written out, in schema order; the same recipe gives the same bytes, and reads back equal."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
 
+    class Representer(SafeRepresenter):
+        """Text with a line break of Unicode in quotes: written plain, it would be folded to a space when read."""
+
+    def text(representer: Any, value: str) -> Any:
+        style = '"' if _UNICODE_BREAK.search(value) else None
+        return representer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Representer.add_representer(str, text)
     writer: Any = YAML(typ="safe", pure=True)
+    writer.Representer = Representer
     writer.default_flow_style = False
     writer.allow_unicode = True
     writer.sort_base_mapping_type_on_output = False
