@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
 from finetune.model.adapters import attach_adapter, target_module_names
 from finetune.model.load import check_context, load_model, load_tokenizer, model_skeleton
+from finetune.model.memory import release_memory
 from finetune.model.quantization import check_row_lengths
 from finetune.paths import disk_faults, read_json, runs_root, write_json
 from finetune.pipeline.inputs import RunInputs
@@ -201,7 +200,7 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
     _drop_outdated_checkpoints(context, depends_on)
 
     def work(outputs: list[Path]) -> None:
-        _return_memory()
+        release_memory()  # so that the peak of training is not that of the evaluation before it
         reset_peak_memory()
         section = recipe.model
         attention = section.attention
@@ -353,12 +352,3 @@ def _statistics_digest() -> str:
     root = Path(__file__).parent.parent
     files = sorted([*(root / "stats").glob("*.py"), *(root / "evaluation").glob("compare.py")])
     return digest_json([[path.name, digest_bytes(path.read_bytes())] for path in files])
-
-
-def _return_memory() -> None:
-    """Give freed memory back to the system, so that the peak of training is not that of the evaluation before it."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):  # not glibc
-        return
