@@ -326,3 +326,31 @@ def test_golden_trajectory_of_twenty_steps(make_recipe: Any, make_rows: Any, tra
     )
     _, folder, _ = train(recipe, rows=make_rows(6))
     assert [event["loss"] for event in steps_of(folder)] == pytest.approx(GOLDEN, rel=2e-3)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_first_step(
+    make_recipe: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match=r"0\.00 GB free, the checkpoints need"):
+        train(make_recipe())
+    assert not steps_of(tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_disk_that_fills_up_in_the_trial_save_is_a_user_error(
+    make_recipe: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(self: Any, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(ExactSftTrainer, "save_weights", full)
+    with pytest.raises(UserError, match="no space left"):
+        train(make_recipe())
+    assert not steps_of(tmp_path / "run")
