@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
@@ -42,23 +43,29 @@ def root(
     """Tune a language model, and know with a margin of error whether it helped."""
 
 
+def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
+    """Say on stderr what Ctrl-C left behind, and exit; only `run` continues where it stopped."""
+    resumes = "; the same command continues where it stopped" if arguments[:1] == ["run"] else ""
+    print(f"interrupted{resumes}", file=sys.stderr)
+    sys.exit(ExitCode.INTERRUPTED)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with the codes of `finetune.errors.ExitCode`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args=arguments, standalone_mode=False)
+        if code == ExitCode.INTERRUPTED:  # typer turns Ctrl-C inside a command into this code, silently
+            _exit_interrupted(arguments)
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except UserError as error:
         print_user_error(error, as_json="--json" in arguments)
         sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(ExitCode.INTERRUPTED)
+    except (typer.Abort, KeyboardInterrupt):
+        _exit_interrupted(arguments)
     except ClickException as error:
         error.show()
         sys.exit(ExitCode.USER_ERROR)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        sys.exit(ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":
