@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,7 @@ def measure(
     else:
         answers = _answers_of_adapter(models, base, probe, dtype)
     advance(1 + (dtype == "bf16"))
-    with models.merged(folder, dtype) as model:
-        merged = logits_at(model, answers.sequence, answers.keep)
+    merged = _ask(models.merged(folder, dtype), answers)
     advance(1)
     compared = distance(answers.own, merged)
     tolerance = 2 * FP32_TOLERANCE if dtype == "fp32" else 0.0
@@ -147,11 +147,9 @@ def measure(
     check_gate(dtype=dtype, merged=compared, noise_kl=noise, identical=identical, n_greedy=n_greedy)
     n_positions = merged.shape[0] * merged.shape[1]
     if dtype == "bf16":
-        with models.merged(folder, "fp32") as model:
-            merged = logits_at(model, answers.sequence, answers.keep)
+        merged = _ask(models.merged(folder, "fp32"), answers)
         advance(1)
-    with models.plain_base(base, "fp32") as model:
-        untuned = logits_at(model, answers.sequence, answers.keep)
+    untuned = _ask(models.plain_base(base, "fp32"), answers)
     advance(1)
     proof = MergeProof(
         **_identity(models, dtype, quantization, onto),
@@ -195,15 +193,24 @@ class _Answers:
     n_decoded_layers: int = 0
 
 
+def _ask(opened: AbstractContextManager[Any], answers: _Answers) -> torch.Tensor:
+    """Logits of one model on the reference's sequence. A function of its own, so that the model is gone afterwards."""
+    with opened as model:
+        return logits_at(model, answers.sequence, answers.keep)
+
+
 def _answers_of_adapter(models: Models, base: StoredWeights, probe: Probe, dtype: str) -> _Answers:
+    answers = _continued(models, base, probe)
+    if dtype == "bf16":
+        answers.own = _ask(models.with_adapter(base, "bf16"), answers)
+    return answers
+
+
+def _continued(models: Models, base: StoredWeights, probe: Probe) -> _Answers:
     with models.with_adapter(base, "fp32") as model:
-        sequence = continue_greedily(model, probe)
-        keep = _keep(probe, models)
+        sequence, keep = continue_greedily(model, probe), _keep(probe, models)
         fp32 = logits_at(model, sequence, keep)
-    if dtype == "fp32":
-        return _Answers(sequence, keep, fp32, fp32)
-    with models.with_adapter(base, "bf16") as model:
-        return _Answers(sequence, keep, fp32, logits_at(model, sequence, keep))
+    return _Answers(sequence, keep, fp32, fp32)
 
 
 def _answers_of_quantized(
@@ -232,25 +239,20 @@ def _drift(
 ) -> dict[str, float]:
     """KL from the trained model: of what was written, and of the adapter on the other base, all computed in fp32."""
     if onto == "dequantised":
-        with models.with_adapter(stored, "fp32") as model:
-            other = logits_at(model, answers.sequence, answers.keep)
-        trained = answers.fp32
-        return {
-            "dequantised": distance(trained, merged).mean_kl,
-            "original": distance(trained, other).mean_kl,
-        }
-    with models.quantized(section) as quantized:
-        trained = logits_at(quantized.compute_in(torch.float32), answers.sequence, answers.keep)
-    skeleton = model_skeleton(models.source)
+        other = _ask(models.with_adapter(stored, "fp32"), answers)
+        found = {"dequantised": merged, "original": other}
+        return {name: distance(answers.fp32, logits).mean_kl for name, logits in found.items()}
+    trained = _trained(models, section, answers)
     decoded = DequantisedWeights(
-        stored.files, stored.layout, section, quantized_parameters(skeleton, section)
+        stored.files, stored.layout, section, quantized_parameters(model_skeleton(models.source), section)
     )
-    with models.with_adapter(decoded, "fp32") as model:
-        other = logits_at(model, answers.sequence, answers.keep)
-    return {
-        "dequantised": distance(trained, other).mean_kl,
-        "original": distance(trained, merged).mean_kl,
-    }
+    found = {"dequantised": _ask(models.with_adapter(decoded, "fp32"), answers), "original": merged}
+    return {name: distance(trained, logits).mean_kl for name, logits in found.items()}
+
+
+def _trained(models: Models, section: ModelSection, answers: _Answers) -> torch.Tensor:
+    with models.quantized(section) as quantized:
+        return logits_at(quantized.compute_in(torch.float32), answers.sequence, answers.keep)
 
 
 def _keep(probe: Probe, models: Models) -> torch.Tensor:

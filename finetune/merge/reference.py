@@ -8,11 +8,11 @@ rearranges while loading are loaded whole too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,9 +24,43 @@ from finetune.merge.shards import open_model
 from finetune.merge.streamed import StreamedModel
 from finetune.model.adapter_files import load_adapter
 from finetune.model.load import DTYPES, load_model
+from finetune.model.memory import release_memory
 from finetune.model.quantization import dequantised_weight
 from finetune.model.source import ModelSource
 from finetune.recipe.schema import ModelSection
+
+
+def _compute(dtype: str) -> torch.dtype:
+    """What a comparison computes in. fp32 weights are compared in fp64: sums of thirty layers in fp32 differ by more than
+    a faulty merge might, and only the weights are on trial."""
+    return torch.float64 if dtype == "fp32" else DTYPES[dtype]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _then_release(build: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """A context manager that finds the memory of the last model free, and leaves its own free, as far as it is let go."""
+
+    @contextmanager
+    @functools.wraps(build)
+    def manager(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        release_memory()
+        try:
+            yield from build(*args, **kwargs)
+        finally:
+            release_memory()
+
+    return manager
+
+
+def _in_compute_type(model: Any, dtype: str) -> Any:
+    """Adapters are loaded in fp32; PEFT computes in their type."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and dtype == "fp32":
+            parameter.data = parameter.data.to(_compute(dtype))
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +77,37 @@ class Models:
     def streamable(self) -> bool:
         return not self.layout.missing
 
-    @contextmanager
+    @_then_release
     def plain_base(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """The base alone, with its own vocabulary."""
         if not self.streamable:
-            yield load_model(self.source, dtype=dtype, device="cpu")
+            yield load_model(self.source, dtype=dtype, device="cpu").to(_compute(dtype))
             return
-        streamed = StreamedModel(self._config(resized=False), weights, self.layout, DTYPES[dtype])
+        streamed = StreamedModel(self._config(resized=False), weights, self.layout, _compute(dtype))
         streamed.attach_hooks()
         yield streamed.model
 
-    @contextmanager
+    @_then_release
     def with_adapter(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """Base plus adapter, by PEFT. Raises UserError when PEFT would not load every tensor of the adapter."""
         if not self.streamable:
-            base = load_model(self.source, dtype=dtype, device="cpu")
-            yield self._adapted(base)
+            base = load_model(self.source, dtype=dtype, device="cpu").to(_compute(dtype))
+            yield _in_compute_type(self._adapted(base), dtype)
             return
-        streamed = StreamedModel(self._config(resized=True), weights, self.layout, DTYPES[dtype])
+        streamed = StreamedModel(self._config(resized=True), weights, self.layout, _compute(dtype))
         canonical = self.layout.canonical
         kept = {canonical(name) for name in self.adapter.base_values}
         trained = {canonical(name) for name in self.adapter.replaced}
         tokens = {canonical(f"{module}.weight") for module in self.adapter.token_rows}
         streamed.materialise(kept | trained)
         streamed.materialise(tokens - kept, read=True)
-        model = self._load(streamed.model)
+        model = _in_compute_type(self._load(streamed.model), dtype)
         streamed.drop((trained | tokens) - kept)
         streamed.keep(kept)
         streamed.attach_hooks()
         yield model.eval()
 
-    @contextmanager
+    @_then_release
     def quantized(self, section: ModelSection) -> Iterator[QuantizedModel]:
         """The model that was trained: base quantized by `section`, plus adapter, by bitsandbytes and PEFT."""
         base = load_model(
@@ -85,7 +119,7 @@ class Models:
         )
         yield QuantizedModel(self._adapted(base))
 
-    @contextmanager
+    @_then_release
     def merged(self, folder: Path, dtype: str) -> Iterator[Any]:
         """The written model, read from its own files and its own configuration."""
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,11 +129,11 @@ class Models:
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], local_files_only=True
             )
-            yield model.eval()
+            yield model.to(_compute(dtype)).eval()
             return
         with open_model(folder) as files:
             layout = read_layout(_skeleton_of(config), files)
-            streamed = StreamedModel(config, StoredWeights(files, layout), layout, DTYPES[dtype])
+            streamed = StreamedModel(config, StoredWeights(files, layout), layout, _compute(dtype))
             streamed.attach_hooks()
             yield streamed.model
 

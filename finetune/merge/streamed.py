@@ -62,8 +62,7 @@ class StreamedModel:
         """Give these parameters storage of their own, filled with zeros or read, so that others may write into them."""
         for parameter in self._parameters(names):
             shape, dtype = parameter.shape, parameter.dtype
-            value = self.weights.rows(self._names[id(parameter)]) if read else torch.zeros(shape)
-            parameter.data = value.to(dtype).clone()
+            parameter.data = self._read(parameter) if read else torch.zeros(shape, dtype=dtype)
 
     def keep(self, names: set[str]) -> None:
         """From now on these parameters are what they hold now, and are no longer read."""
@@ -105,8 +104,7 @@ class StreamedModel:
     def _hook(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         def load(*_: Any) -> None:
             for parameter in parameters:
-                values = self.weights.rows(self._names[id(parameter)])
-                parameter.data = values.to(parameter.dtype).reshape(parameter.shape)
+                parameter.data = self._read(parameter)
 
         def release(*_: Any) -> None:
             for parameter in parameters:
@@ -115,6 +113,16 @@ class StreamedModel:
         if parameters:
             module.register_forward_pre_hook(load)
             module.register_forward_hook(release, always_call=True)
+
+    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values in the parameter's dtype, converted chunk by chunk: stored and converted never exist whole at once."""
+        name, shape = self._names[id(parameter)], parameter.shape
+        if len(shape) < 2:
+            return self.weights.rows(name).to(parameter.dtype).reshape(shape)
+        values = torch.empty(shape, dtype=parameter.dtype)
+        for start, stop in row_chunks(shape[0], shape[1:].numel()):
+            values[start:stop] = self.weights.rows(name, start, stop)
+        return values
 
     def _embed(self, module: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
         """Reads the rows of the tokens present, not the table."""
