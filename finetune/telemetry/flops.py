@@ -47,6 +47,8 @@ def step_work(model: nn.Module) -> StepWork:
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or module is head or isinstance(module, nn.Embedding):
             continue
+        if hasattr(module, "base_layer"):  # an adapter's wrapper shows its base's weight a second time
+            continue
         shape = getattr(weight, "quant_state", None)
         size = shape.shape.numel() if shape is not None else weight.numel()
         if weight.dim() < 2 and shape is None:

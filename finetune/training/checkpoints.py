@@ -118,7 +118,9 @@ def newest_usable(root: Path, *, owner: str, say: Callable[[str], None]) -> Path
     """
     for checkpoint in reversed(list_checkpoints(root)):
         if reason := damage(checkpoint):
-            say(f"checkpoint {checkpoint} is damaged ({reason}) and is not used; the one before it is")
+            say(
+                f"checkpoint {checkpoint} is damaged ({reason}) and is not used; training continues before it"
+            )
             continue
         found = read_json(checkpoint / _SUMS).get("owner")
         if found != owner:

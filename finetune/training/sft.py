@@ -41,6 +41,7 @@ from finetune.training.checkpoints import (
     publish_folder,
 )
 from finetune.training.sft_trainer import ExactSftTrainer, OnEvent, StopWhenAsked
+from finetune.units import format_bytes
 
 _SCHEDULERS = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
 _IDS = Column(Value("int32"))
@@ -240,7 +241,7 @@ def _trial_save(trainer: ExactSftTrainer, root: Path) -> None:
             shutil.rmtree(trial, ignore_errors=True)
     if free < needed:
         raise UserError(
-            f"{root} has {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
+            f"{root} has {format_bytes(free)} free, the checkpoints need {format_bytes(needed)}",
             fix="free some space, lower train.keep_checkpoints, or set FINETUNE_RUNS to another disk",
         )
 
