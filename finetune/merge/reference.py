@@ -29,13 +29,7 @@ from finetune.model.quantization import dequantised_weight
 from finetune.model.source import ModelSource
 from finetune.recipe.schema import ModelSection
 
-
-def _compute(dtype: str) -> torch.dtype:
-    """What a comparison computes in. fp32 weights are compared in fp64: sums of thirty layers in fp32 differ by more than
-    a faulty merge might, and only the weights are on trial."""
-    return torch.float64 if dtype == "fp32" else DTYPES[dtype]
-
-
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,11 +49,11 @@ def _then_release(build: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
     return manager
 
 
-def _in_compute_type(model: Any, dtype: str) -> Any:
-    """Adapters are loaded in fp32; PEFT computes in their type."""
+def _in_type(model: Any, dtype: torch.dtype) -> Any:
+    """Adapters are loaded in fp32, and PEFT computes in their type."""
     for name, parameter in model.named_parameters():
-        if "lora_" in name and dtype == "fp32":
-            parameter.data = parameter.data.to(_compute(dtype))
+        if "lora_" in name and dtype == torch.float64:
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -77,13 +71,21 @@ class Models:
     def streamable(self) -> bool:
         return not self.layout.missing
 
+    def _compute(self, dtype: str) -> torch.dtype:
+        """What a comparison computes in. fp32 weights are compared in fp64: sums over thirty layers in fp32 differ by
+        more than a faulty merge might, and only the weights are on trial. Torch multiplies experts in fp32 at most.
+        """
+        config = self._config(resized=False).get_text_config()
+        has_experts = any(getattr(config, name, None) for name in _EXPERT_COUNTS)
+        return torch.float64 if dtype == "fp32" and not has_experts else DTYPES[dtype]
+
     @_then_release
     def plain_base(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """The base alone, with its own vocabulary."""
         if not self.streamable:
-            yield load_model(self.source, dtype=dtype, device="cpu").to(_compute(dtype))
+            yield load_model(self.source, dtype=dtype, device="cpu").to(self._compute(dtype))
             return
-        streamed = StreamedModel(self._config(resized=False), weights, self.layout, _compute(dtype))
+        streamed = StreamedModel(self._config(resized=False), weights, self.layout, self._compute(dtype))
         streamed.attach_hooks()
         yield streamed.model
 
@@ -91,17 +93,17 @@ class Models:
     def with_adapter(self, weights: StoredWeights, dtype: str) -> Iterator[Any]:
         """Base plus adapter, by PEFT. Raises UserError when PEFT would not load every tensor of the adapter."""
         if not self.streamable:
-            base = load_model(self.source, dtype=dtype, device="cpu").to(_compute(dtype))
-            yield _in_compute_type(self._adapted(base), dtype)
+            base = load_model(self.source, dtype=dtype, device="cpu").to(self._compute(dtype))
+            yield _in_type(self._adapted(base), self._compute(dtype))
             return
-        streamed = StreamedModel(self._config(resized=True), weights, self.layout, _compute(dtype))
+        streamed = StreamedModel(self._config(resized=True), weights, self.layout, self._compute(dtype))
         canonical = self.layout.canonical
         kept = {canonical(name) for name in self.adapter.base_values}
         trained = {canonical(name) for name in self.adapter.replaced}
         tokens = {canonical(f"{module}.weight") for module in self.adapter.token_rows}
         streamed.materialise(kept | trained)
         streamed.materialise(tokens - kept, read=True)
-        model = _in_compute_type(self._load(streamed.model), dtype)
+        model = _in_type(self._load(streamed.model), self._compute(dtype))
         streamed.drop((trained | tokens) - kept)
         streamed.keep(kept)
         streamed.attach_hooks()
@@ -129,11 +131,11 @@ class Models:
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], local_files_only=True
             )
-            yield model.to(_compute(dtype)).eval()
+            yield model.to(self._compute(dtype)).eval()
             return
         with open_model(folder) as files:
             layout = read_layout(_skeleton_of(config), files)
-            streamed = StreamedModel(config, StoredWeights(files, layout), layout, _compute(dtype))
+            streamed = StreamedModel(config, StoredWeights(files, layout), layout, self._compute(dtype))
             streamed.attach_hooks()
             yield streamed.model
 

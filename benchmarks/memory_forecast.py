@@ -1,0 +1,281 @@
+"""Is the memory forecast right? Every case is trained for a few steps in a process of its own; its peak is compared.
+
+    python benchmarks/memory_forecast.py [--only NAME …] [--steps 2] [--json FILE]
+
+What is measured is what a run reports as used: on CPU the highest resident set while training, base process included; on
+CUDA the allocator's peak, compared with the forecast's `allocated_bytes`. Rows are random tokens, packs are full. The model is
+the embedded one, and another shape (untied, wider, fewer layers) built on the spot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+EMBEDDED = "builtin:smollm2-135m-instruct"
+WIDE_SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+TARGET_SHARE = 0.6
+MEDIAN_GOAL, WORST_GOAL = 0.05, 0.12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `row_tokens` is the length of every row; `sections` are keys of the recipe."""
+
+    name: str
+    sections: dict[str, dict[str, Any]]
+    row_tokens: int = 128
+    wide: bool = False
+    answers: tuple[int, int, int] | None = (
+        None  # generation instead of training: batch, prompt tokens, new tokens
+    )
+
+
+@dataclass
+class Result:
+    """Bytes of one case."""
+
+    name: str
+    forecast: int
+    measured: int
+    terms: dict[str, int] = field(default_factory=dict)
+    tokens_per_second: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return self.forecast / self.measured - 1
+
+
+def packed(n_tokens: int, **train: Any) -> dict[str, Any]:
+    return {"pack_tokens": n_tokens, **train}
+
+
+def padded(rows: int, **train: Any) -> dict[str, Any]:
+    return {"packing": False, "micro_batch_size": rows, **train}
+
+
+FULL, DORA, NF4 = {"kind": "none"}, {"kind": "dora"}, {"quantize": "nf4"}
+CASES = (
+    Case("lora 256", {"train": packed(256)}),
+    Case("lora 512", {"train": packed(512)}),
+    Case("lora 1024", {"train": packed(1024)}),
+    Case("lora 2048", {"train": packed(2048)}),
+    Case("lora 1024, documents of 512", {"train": packed(1024)}, row_tokens=512),
+    Case("lora 1024, rank 128", {"train": packed(1024), "adapter": {"rank": 128, "alpha": 256}}),
+    Case("lora 1024, dropout", {"train": packed(1024), "adapter": {"dropout": 0.1}}),
+    Case("lora 1024, two micro-batches", {"train": packed(1024, gradient_accumulation_steps=2)}),
+    Case("lora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True)}),
+    Case("lora 2048, checkpointing", {"train": packed(2048, gradient_checkpointing=True)}),
+    Case("lora 4 x 256, not packed", {"train": padded(4), "data": {"max_tokens": 256}}, row_tokens=256),
+    Case("lora 512, fp32", {"train": packed(512), "model": {"dtype": "fp32"}}),
+    Case("qlora 512", {"train": packed(512), "model": NF4}),
+    Case("qlora 1024", {"train": packed(1024), "model": NF4}),
+    Case("qlora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "model": NF4}),
+    Case("dora 512", {"train": packed(512), "adapter": DORA}),
+    Case("dora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "adapter": DORA}),
+    Case("full 512", {"train": packed(512), "adapter": FULL}),
+    Case("full 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "adapter": FULL}),
+    Case("wide, lora 1024", {"train": packed(1024)}, wide=True),
+    Case("wide, qlora 1024", {"train": packed(1024), "model": NF4}, wide=True),
+    Case("wide, full 512", {"train": packed(512), "adapter": FULL}, wide=True),
+    Case("answers 32 x (256 + 32), fp32", {}, answers=(32, 256, 32)),
+    Case("answers 64 x (512 + 16), fp32", {}, answers=(64, 512, 16)),
+    Case("answers 32 x (512 + 16), bf16", {"eval": {"dtype": "bf16"}}, answers=(32, 512, 16)),
+)
+
+
+def recipe_of(case: Case, steps: int) -> Any:
+    from finetune.recipe.schema import Recipe
+
+    sections = {name: dict(keys) for name, keys in case.sections.items()}
+    train = {"max_steps": steps, "epochs": float(steps), "checkpoint_every_steps": 10_000}
+    return Recipe.model_validate(
+        {
+            "name": "measured",
+            "model": {"id": EMBEDDED, **sections.get("model", {})},
+            "adapter": sections.get("adapter", {}),
+            "data": {"spec": "random", **sections.get("data", {})},
+            "train": train | sections.get("train", {}),
+            "eval": {"suites": ["none"], **sections.get("eval", {})},
+        }
+    )
+
+
+def measure_answers(case: Case) -> Result:
+    """Answer random prompts in this process, as the evaluation does, and read the peak."""
+    import random
+
+    from finetune.evaluation.generate import generate
+    from finetune.evaluation.stopping import StopRule
+    from finetune.model.load import load_model, load_tokenizer
+    from finetune.model.source import read_config, resolve_model
+    from finetune.plan.memory import forecast_generation
+    from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+
+    assert case.answers is not None
+    batch, prompt_tokens, new_tokens = case.answers
+    dtype = recipe_of(case, 1).eval.dtype
+    source = resolve_model(EMBEDDED)
+    config = read_config(source)
+    tokenizer = load_tokenizer(source)
+    generator = random.Random(0)
+    prompts = [
+        [generator.randrange(10, config["vocab_size"]) for _ in range(prompt_tokens)] for _ in range(batch)
+    ]
+    reset_peak_memory()
+    model = load_model(source, dtype=dtype, attention="sdpa")
+    rule = StopRule(tokenizer, new_tokens, frozenset())
+    answers = list(generate(model, prompts, rule, batch_size=batch))
+    peak = peak_memory_bytes()
+    assert len(answers) == batch
+    forecast = forecast_generation(
+        config, batch, prompt_tokens, new_tokens, dtype, device=_device(memory_basis())
+    )
+    return _result(case, forecast, peak, 0.0)
+
+
+def measure(case: Case, steps: int) -> Result:
+    """Train in this process, as the pipeline does, and read the peak. Called in a fresh process."""
+    from finetune.model.adapters import attach_adapter
+    from finetune.model.load import load_model, load_tokenizer
+    from finetune.model.source import read_config, resolve_model
+    from finetune.plan.memory import forecast_training
+    from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+    from finetune.training.sft import train_sft
+
+    recipe = recipe_of(case, steps)
+    source = resolve_model(EMBEDDED)
+    tokenizer = load_tokenizer(source)
+    with tempfile.TemporaryDirectory() as folder:
+        if case.wide:
+            source = build_wide(Path(folder) / "wide")
+        attention = recipe.model.attention
+        if attention == "auto":
+            attention = "document" if recipe.train.packing else "sdpa"
+        reset_peak_memory()
+        model = load_model(
+            source, dtype=recipe.model.dtype, quantize=recipe.model.quantize, attention=attention
+        )
+        if recipe.adapter.kind != "none":
+            model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
+        result = train_sft(
+            recipe,
+            model,
+            tokenizer,
+            random_rows(case, recipe, read_config(source)["vocab_size"]),
+            [],
+            run_folder=Path(folder) / "run",
+            owner="benchmark",
+            say=lambda line: print(line, file=sys.stderr),
+        )
+        peak = peak_memory_bytes()
+        forecast = forecast_training(recipe, read_config(source), device=_device(memory_basis()))
+    return _result(case, forecast, peak, result.tokens_per_second)
+
+
+def _result(case: Case, forecast: Any, peak: int, tokens_per_second: float) -> Result:
+    predicted = forecast.allocated_bytes if forecast.basis == "cuda" else forecast.total_bytes
+    terms = {name: size for name, size in forecast.terms_bytes.items() if size}
+    return Result(case.name, predicted, peak, terms, tokens_per_second)
+
+
+def _device(basis: str) -> Any:
+    return "cuda" if basis == "cuda" else "cpu"
+
+
+def build_wide(folder: Path) -> Any:
+    """A random model of another shape, saved so that it is loaded like any other."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from finetune.model.source import ModelSource
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**WIDE_SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+    return ModelSource("wide", str(folder), None, "wide")
+
+
+def random_rows(case: Case, recipe: Any, vocabulary: int) -> list[Any]:
+    """Enough rows for two full optimizer steps; the last 60 % of each are targets."""
+    import random
+
+    from finetune.data.tokenise import TokenisedRow
+
+    generator = random.Random(0)
+    settings = recipe.train
+    per_batch = settings.micro_batch_size * (
+        settings.pack_tokens // case.row_tokens if settings.packing else 1
+    )
+    n_targets = int(case.row_tokens * TARGET_SHARE)
+    rows = []
+    for index in range(2 * per_batch * settings.gradient_accumulation_steps):
+        ids = [generator.randrange(10, vocabulary) for _ in range(case.row_tokens)]
+        labels = [-100] * (case.row_tokens - n_targets) + ids[-n_targets:]
+        rows.append(TokenisedRow(str(index), ids, labels, n_targets))
+    return rows
+
+
+def in_fresh_process(case: Case, steps: int) -> Result:
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", case.name, "--steps", str(steps)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{case.name} failed:\n{done.stderr[-3000:]}")
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def report(results: list[Result]) -> Iterator[str]:
+    yield f"{'case':<32} {'forecast':>10} {'measured':>10} {'ratio':>7}"
+    for result in results:
+        ratio = result.forecast / result.measured
+        yield f"{result.name:<32} {result.forecast / 1e9:>7.3f} GB {result.measured / 1e9:>7.3f} GB {ratio:>7.3f}"
+    errors = sorted(abs(result.error) for result in results)
+    yield (
+        f"{len(results)} cases: median error {statistics.median(errors):.1%} (goal {MEDIAN_GOAL:.0%}), "
+        f"worst {errors[-1]:.1%} (goal {WORST_GOAL:.0%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each case")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    by_name = {case.name: case for case in CASES}
+    if arguments.child:
+        case = by_name[arguments.child]
+        result = measure(case, arguments.steps) if case.answers is None else measure_answers(case)
+        print(json.dumps(asdict(result)))
+        return
+    results = []
+    for name in arguments.only or by_name:
+        results.append(in_fresh_process(by_name[name], arguments.steps))
+        print(f"{name}: {results[-1].error:+.1%}", file=sys.stderr, flush=True)
+    print("\n".join(report(results)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
