@@ -185,7 +185,9 @@ def measure(case: Case, steps: int) -> Result:
             say=lambda line: print(line, file=sys.stderr),
         )
         peak = peak_memory_bytes()
-        forecast = forecast_training(recipe, read_config(source), device=_device(memory_basis()))
+        forecast = forecast_training(
+            recipe, read_config(source), target_share=TARGET_SHARE, device=_device(memory_basis())
+        )
     return _result(case, forecast, peak, result.tokens_per_second)
 
 

@@ -99,21 +99,18 @@ def checkpoint_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) 
     return n_tokens * architecture.hidden * tuning.stream_bytes
 
 
-def head_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
-    """Transient bytes of the head and the loss, were every token a target: logits of one chunk, and gradients.
-
-    With 512 targets or more in a forward pass the bound is what is used.
-    """
+def head_bytes(architecture: Architecture, tuning: Tuning, n_targets: int, n_tokens: int) -> int:
+    """Transient bytes of the head and the loss: logits of one chunk of targets, and gradients."""
     c, vocabulary, hidden = tuning.compute_bytes, architecture.vocabulary, architecture.hidden
     if architecture.bent_logits:
-        per_element = 4 * _TRAINED_HEAD_TENSORS + 2 * c
-        return n_tokens * vocabulary * per_element
-    n_chunk = min(n_tokens, HEAD_CHUNK_TARGETS)
+        whole = n_tokens * vocabulary * c
+        return whole + n_targets * vocabulary * (4 * _TRAINED_HEAD_TENSORS + c)
+    n_chunk = min(n_targets, HEAD_CHUNK_TARGETS)
     if tuning.kind == "none":
-        n_gradients = 2 if n_tokens > HEAD_CHUNK_TARGETS else 1  # the sum so far and the chunk's own
+        n_gradients = 2 if n_targets > HEAD_CHUNK_TARGETS else 1  # the sum so far and the chunk's own
         weight_gradient = n_gradients * 4 * architecture.head_parameters
-        return n_chunk * vocabulary * 4 * _TRAINED_HEAD_TENSORS + weight_gradient + n_tokens * hidden * 4
-    return n_chunk * vocabulary * 4 * _FROZEN_HEAD_TENSORS + 2 * n_tokens * hidden * c
+        return n_chunk * vocabulary * 4 * _TRAINED_HEAD_TENSORS + weight_gradient + n_targets * hidden * 4
+    return n_chunk * vocabulary * 4 * _FROZEN_HEAD_TENSORS + 2 * n_targets * hidden * c
 
 
 def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:

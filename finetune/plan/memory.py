@@ -7,6 +7,7 @@ Measured against real runs by benchmarks/memory_forecast.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from finetune.recipe.schema import Recipe
 WATCHED_BYTES = 4 * 50_000_000
 # Prompt tokens that the decoder lets in at once (finetune/evaluation/generate.py).
 PREFILL_TOKENS = 2048
+_DORA_LAYERS_ON_CPU = 1.5
 
 
 def forecast_training(
@@ -36,6 +38,7 @@ def forecast_training(
     config: Mapping[str, Any],
     *,
     longest_pack_tokens: int | None = None,
+    target_share: float = 1.0,
     device: Device = "cpu",
     world_size: int = 1,
     sharding: Sharding = "none",
@@ -45,7 +48,8 @@ def forecast_training(
     """Peak of the training steps on each of `world_size` devices.
 
     `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
-    the data; without it the recipe's capacity is taken, which is the upper bound. Raises UserError for a model type
+    the data; without it the recipe's capacity is taken, which is the upper bound. `target_share` is the share of tokens
+    that carry loss; it matters below 512 targets a forward pass. Raises UserError for a model type
     that is not covered and for target modules that match nothing.
     """
     architecture = read_architecture(config)
@@ -62,7 +66,7 @@ def forecast_training(
         "buffers": _buffers(recipe, architecture, tuning, n_tokens),
     }
     terms, host_bytes = shard(terms, architecture, world_size, sharding, offload)
-    moments = _moments(recipe, architecture, tuning, attention, n_tokens, terms)
+    moments = _moments(recipe, architecture, tuning, attention, n_tokens, target_share, terms)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return finish(
         {**terms, **moments[moment]},
@@ -179,6 +183,7 @@ def _moments(
     tuning: Tuning,
     attention: AttentionPattern,
     n_tokens: int,
+    target_share: float,
     terms: dict[str, int],
 ) -> dict[str, dict[str, int]]:
     """What differs between the moments of a step: activations, logits, gradients, and buffers."""
@@ -189,7 +194,7 @@ def _moments(
     )
     kept += outside_saved_bytes(architecture, tuning, n_tokens) + _autocast_copies(architecture, tuning)
     one_layer = layer_backward_bytes(architecture, tuning, n_tokens) + (layer if checkpointing else 0)
-    head = head_bytes(architecture, tuning, n_tokens)
+    head = head_bytes(architecture, tuning, math.ceil(target_share * n_tokens), n_tokens)
     held, buffers = terms["gradients"], terms["buffers"]
     so_far = held if recipe.train.gradient_accumulation_steps > 1 else 0
     # Weights before the step are copied to see how far it moves them (finetune/telemetry/updates.py).
@@ -270,10 +275,19 @@ def _buffers(recipe: Recipe, architecture: Architecture, tuning: Tuning, n_token
     if tuning.quantized:
         total += architecture.largest_linear * tuning.compute_bytes
     if tuning.kind == "dora":
-        total += 3 * architecture.largest_linear * 4
+        total += _composed_bytes(tuning)
     if recipe.train.packing and recipe.model.attention in ("sdpa", "eager"):
         total += n_tokens * n_tokens * tuning.compute_bytes
     return total
+
+
+def _composed_bytes(tuning: Tuning) -> int:
+    """DoRA composes its weights to take their norm: an identity in fp32 and cast, and per element the update in two
+    types, the weight, their sum and its parts. One matrix at a time; on CPUs the allocator keeps the holes of a layer and
+    a half, as fitted.
+    """
+    sizes = [6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted]
+    return round(_DORA_LAYERS_ON_CPU * sum(sizes)) if tuning.on_cpu else max(sizes, default=0)
 
 
 def _forward_bytes(architecture: Architecture, c: int) -> int:
