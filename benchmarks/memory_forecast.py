@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.plan.kernel_cache import limit_kernel_caches
+
 EMBEDDED = "builtin:smollm2-135m-instruct"
 WIDE_SHAPE = {
     "vocab_size": 32000,
@@ -186,7 +188,11 @@ def measure(case: Case, steps: int) -> Result:
         )
         peak = peak_memory_bytes()
         forecast = forecast_training(
-            recipe, read_config(source), target_share=TARGET_SHARE, device=_device(memory_basis())
+            recipe,
+            read_config(source),
+            target_share=TARGET_SHARE,
+            distinct_lengths=1,
+            device=_device(memory_basis()),
         )
     return _result(case, forecast, peak, result.tokens_per_second)
 
@@ -266,6 +272,7 @@ def main() -> None:
     arguments = parser.parse_args()
     by_name = {case.name: case for case in CASES}
     if arguments.child:
+        limit_kernel_caches()  # as the command line does
         case = by_name[arguments.child]
         result = measure(case, arguments.steps) if case.answers is None else measure_answers(case)
         print(json.dumps(asdict(result)))

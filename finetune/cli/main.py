@@ -13,6 +13,7 @@ from finetune import __version__
 from finetune.cli import data, evaluate, merge, plan, recipe, report, run, stats
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
+from finetune.plan.kernel_cache import limit_kernel_caches
 
 app = typer.Typer(
     name="finetune",
@@ -53,6 +54,7 @@ def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with the codes of `finetune.errors.ExitCode`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    limit_kernel_caches()
     try:
         code = app(args=arguments, standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # typer turns Ctrl-C inside a command into this code, silently

@@ -31,6 +31,7 @@ _TERM_NAMES = {
     "buffers": "buffers",
     "kv_cache": "keys and values",
     "fragmentation": "fragmentation",
+    "kernel_cache": "kernels kept by torch",
     "process": "process and libraries",
 }
 

@@ -146,10 +146,12 @@ def measure(
     noise = distance(answers.fp32, answers.own).mean_kl if dtype == "bf16" else None
     check_gate(dtype=dtype, merged=compared, noise_kl=noise, identical=identical, n_greedy=n_greedy)
     n_positions = merged.shape[0] * merged.shape[1]
+    answers.own = answers.fp32  # a set of logits is large: none is kept longer than needed
     if dtype == "bf16":
+        del merged
         merged = _ask(models.merged(folder, "fp32"), answers)
         advance(1)
-    untuned = _ask(models.plain_base(base, "fp32"), answers)
+    effect = distance(answers.fp32, _ask(models.plain_base(base, "fp32"), answers))
     advance(1)
     proof = MergeProof(
         **_identity(models, dtype, quantization, onto),
@@ -159,7 +161,7 @@ def measure(
         mean_kl=compared.mean_kl,
         noise_floor_kl=noise,
         weights_kl=distance(answers.fp32, merged).mean_kl,
-        effect_kl=distance(answers.fp32, untuned).mean_kl,
+        effect_kl=effect.mean_kl,
         greedy_tokens=n_greedy,
         greedy_identical=identical,
         n_decoded_layers=answers.n_decoded_layers,

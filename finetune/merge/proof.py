@@ -22,7 +22,7 @@ NOISE_FACTOR = 3.0
 """A bf16 merge may differ, in mean KL, by this many times what bf16 itself does to the adapter model."""
 N_PROMPT_TOKENS = 32
 N_NEW_TOKENS = 8
-_LOGIT_BYTES = 1 << 26
+_LOGIT_BYTES = 1 << 25
 """Budget for one set of fp32 logits; larger vocabularies keep fewer positions."""
 
 PROMPTS = (

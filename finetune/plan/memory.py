@@ -22,6 +22,7 @@ from finetune.plan.activations import (
 )
 from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
 from finetune.plan.forecast import TERMS, Device, Forecast, finish
+from finetune.plan.kernel_cache import kernel_cache_bytes
 from finetune.plan.sharding import Offload, Sharding, shard
 from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states, quantized_bytes
 from finetune.recipe.schema import Recipe
@@ -39,6 +40,7 @@ def forecast_training(
     *,
     longest_pack_tokens: int | None = None,
     target_share: float = 1.0,
+    distinct_lengths: int | None = None,
     device: Device = "cpu",
     world_size: int = 1,
     sharding: Sharding = "none",
@@ -49,7 +51,8 @@ def forecast_training(
 
     `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
     the data; without it the recipe's capacity is taken, which is the upper bound. `target_share` is the share of tokens
-    that carry loss; it matters below 512 targets a forward pass. Raises UserError for a model type
+    that carry loss; it matters below 512 targets a forward pass. `distinct_lengths` is the number of different lengths
+    that forward passes have; without it they are taken as many, which fills the CPU's cache of kernels. Raises UserError for a model type
     that is not covered and for target modules that match nothing.
     """
     architecture = read_architecture(config)
@@ -65,6 +68,8 @@ def forecast_training(
         **states,
         "buffers": _buffers(recipe, architecture, tuning, n_tokens),
     }
+    if device == "cpu" and tuning.compute_bytes < 4:
+        terms["kernel_cache"] = kernel_cache_bytes(distinct_lengths)
     terms, host_bytes = shard(terms, architecture, world_size, sharding, offload)
     moments = _moments(recipe, architecture, tuning, attention, n_tokens, target_share, terms)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -116,6 +121,8 @@ def forecast_generation(
         2 * architecture.n_layers * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
     )
     terms["activations"] = n_prefill * _forward_bytes(architecture, c)
+    if device == "cpu" and c < 4:
+        terms["kernel_cache"] = kernel_cache_bytes()
     return finish(
         terms,
         device=device,
