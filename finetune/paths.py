@@ -139,7 +139,15 @@ def read_json(path: Path) -> Any:
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """One JSON object a line, atomically."""
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    write_atomic(path, b"".join(_json_line(row) for row in rows))
+
+
+def _json_line(row: dict[str, Any]) -> bytes:
+    """UTF-8 as it is; a row with half a surrogate pair, which UTF-8 cannot hold, is written in escapes."""
+    try:
+        return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
