@@ -34,12 +34,13 @@ RESULT_NEUTRAL = (
     "profile",
     "profiles",
     "eval.batch_size",
+    "eval.prices",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
     "train.report_to",
 )
-"""Keys outside the digest: words, profiles (applied by then), and switches that change speed, disk or trackers but no
-number of the result. A run may be continued after changing one of them, e.g. a smaller batch after running out of memory."""
+"""Keys outside the digest: words, profiles (applied by then), and switches that change speed, disk, trackers or prices but
+no number of the result. A run may be continued after changing one of them, e.g. a smaller batch after running out of memory."""
 
 
 def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:

@@ -114,6 +114,53 @@ def _both_baselines() -> list[BaselineArm]:
     return ["zero_shot", "few_shot"]
 
 
+Price = Annotated[float, Field(ge=0.0)]
+
+
+class PricesSection(Section):
+    """What answers cost, in any one currency: your own hardware by the hour, or tokens by the million."""
+
+    per_hour: Price | None = Field(
+        None, description="Price of the machine for an hour; then the time of an answer is what it costs."
+    )
+    input_per_million: Price | None = Field(None, description="Price of a million prompt tokens.")
+    output_per_million: Price | None = Field(
+        None, description="Price of a million output tokens; none: as for prompt tokens."
+    )
+    baseline_input_per_million: Price | None = Field(
+        None,
+        description="Prompt tokens of the baseline, where it is priced otherwise; none: as the tuned model.",
+    )
+    baseline_output_per_million: Price | None = Field(
+        None, description="Output tokens of the baseline; none: as its prompt tokens."
+    )
+    tuning: Price = Field(
+        0.0, description="Price of the tuning besides the machine's hours: data, people, a service."
+    )
+    serving_per_month: Price = Field(0.0, description="Fixed price of keeping the tuned model in service.")
+    months: Annotated[float, Field(gt=0)] = Field(
+        12.0, description="How long the tuned model will be used; the tuning is paid off over this time."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind_of_price(self) -> PricesSection:
+        if self.per_hour is not None and self.input_per_million is not None:
+            raise refused(
+                "input_per_million",
+                "an answer is priced by the machine's hours or by its tokens, not by both",
+                fix="leave out per_hour or input_per_million",
+            )
+        for side in ("", "baseline_"):
+            output = f"{side}output_per_million"
+            if getattr(self, output) is not None and getattr(self, f"{side}input_per_million") is None:
+                raise refused(
+                    output,
+                    "output tokens have a price, prompt tokens have none",
+                    fix=f"add {side}input_per_million",
+                )
+        return self
+
+
 class EvalSection(Section):
     """How the tuning is judged. Fixed before training; a recipe without a suite is refused."""
 
@@ -132,6 +179,12 @@ class EvalSection(Section):
     max_items: Count | None = Field(
         None, description="Use only the first items of each suite (for a smoke run)."
     )
+    correction: Literal["holm", "bh", "all-must-pass"] = Field(
+        "holm",
+        description="Where several task suites claim an improvement: `holm` or `bh` corrects their p-values for their number; "
+        "`all-must-pass` claims one only if every task suite improves, which needs no correction.",
+    )
+    prices: PricesSection = Field(default_factory=PricesSection)
 
     @model_validator(mode="after")
     def _against_is_run(self) -> EvalSection:
