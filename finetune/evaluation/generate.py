@@ -1,4 +1,4 @@
-"""Greedy answers for many prompts: fast on few cores, and the same for every batch size.
+"""Answers for many prompts, greedy or sampled: fast on few cores, and the same for every batch size.
 
 `generate` picks the decoder: the packed one (see `packed_decoder`) for models whose attention goes through the
 transformers attention interface, after a short self-check against the model's own forward pass; else a
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune.evaluation.packed_decoder import NewRow, PackedState, StepPlan, packed_forward, packed_session
 from finetune.evaluation.padded_decoder import generate_padded
+from finetune.evaluation.sampling import Picker, greedy
 from finetune.evaluation.stopping import FinishReason, StopRule
 
 # Prompt tokens that may enter in one step; bounds the activations of the step, not the length of a prompt.
@@ -53,13 +55,15 @@ def generate(
     batch_size: int,
     shared_prefix: int | None = None,
     decoder: str = "auto",
+    pick: Picker = greedy,
 ) -> Iterator[Completion]:
-    """Yield the greedy completion of every prompt as soon as it ends, longest prompts first.
+    """Yield the completion of every prompt as soon as it ends, longest prompts first.
 
     prompts: token ids, none empty. shared_prefix: number of leading tokens that all prompts share (found when
     None; give it when only the rest of an interrupted set is generated, so that the arithmetic stays the same).
-    decoder: `auto`, `packed` or `padded`. In fp32 the answers do not depend on `batch_size` or the decoder, as
-    long as no two logits tie within rounding; in bf16 rounding can flip near ties, which an A/A run measures.
+    decoder: `auto`, `packed` or `padded`. pick: chooses each next token; greedy, or a `Sampler` with one stream a prompt.
+    In fp32 the answers do not depend on `batch_size` or the decoder, as long as no two logits tie within rounding; in
+    bf16 rounding can flip near ties, which an A/A run measures.
     """
     if not prompts:
         return
@@ -69,9 +73,9 @@ def generate(
     packed = decoder == "packed" or (decoder == "auto" and packed_decoding_works(model, prompts[0]))
     try:
         if packed:
-            yield from _generate_packed(model, prompts, rule, batch_size, prefix)
+            yield from _generate_packed(model, prompts, rule, batch_size, prefix, pick)
         else:
-            yield from _generate_padded(model, prompts, rule, batch_size)
+            yield from _generate_padded(model, prompts, rule, batch_size, pick)
     finally:
         model.train(was_training)
 
@@ -153,7 +157,7 @@ def _plan(positions: list[int], new_rows: list[NewRow], device: torch.device) ->
 
 
 def _generate_packed(
-    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule, batch_size: int, prefix: int
+    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule, batch_size: int, prefix: int, pick: Picker
 ) -> Iterator[Completion]:
     device = next(model.parameters()).device
     waiting = deque(sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)))
@@ -167,8 +171,9 @@ def _generate_packed(
     while waiting or running:
         entering = _enter(waiting, prompts, prefix, slots - len(running))
         with packed_session(model, state):
-            newest = _step(model, state, running, entering, prompts, prefix, device)
+            logits = _step(model, state, running, entering, prompts, prefix, device)
         running.extend(entering)
+        newest = pick(logits, [row.index for row in running])
         ended: list[tuple[_Row, FinishReason]] = []
         for slot, token in reversed(list(enumerate(newest))):
             row = running[slot]
@@ -208,8 +213,8 @@ def _step(
     prompts: Sequence[Sequence[int]],
     prefix: int,
     device: torch.device,
-) -> list[int]:
-    """One forward pass; the next token of every running row, then of every entering row."""
+) -> Tensor:
+    """One forward pass; [rows, V] logits behind every running row, then behind every entering row."""
     own_positions = [row.own_length + len(row.tokens) - 1 for row in running]
     tokens = [row.tokens[-1] for row in running]
     positions = [prefix + position for position in own_positions]
@@ -222,8 +227,7 @@ def _step(
         positions.extend(range(prefix, prefix + len(own)))
         keep.append(len(tokens) - 1)
     state.plan = _plan(own_positions, new_rows, device)
-    logits = packed_forward(model, tokens, positions, keep, device)
-    return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    return packed_forward(model, tokens, positions, keep, device)
 
 
 def _leave(state: PackedState, running: list[_Row], slot: int) -> None:
@@ -236,11 +240,15 @@ def _leave(state: PackedState, running: list[_Row], slot: int) -> None:
 
 
 def _generate_padded(
-    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule, batch_size: int
+    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule, batch_size: int, pick: Picker
 ) -> Iterator[Completion]:
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        rows = generate_padded(model, [prompts[index] for index in batch], rule)
+
+        def pick_of_batch(logits: Tensor, places: Sequence[int], batch: list[int] = batch) -> list[int]:
+            return pick(logits, [batch[place] for place in places])
+
+        rows = generate_padded(model, [prompts[index] for index in batch], rule, pick_of_batch)
         for place, tokens, reason, seconds in rows:
             yield Completion(batch[place], rule.text(tokens), len(tokens), reason, seconds)

@@ -1,4 +1,4 @@
-"""Greedy decoding of many prompts at once without any padding: prompts and next tokens share one flat forward pass.
+"""Decoding of many prompts at once without any padding: prompts and next tokens share one flat forward pass.
 
 One step feeds `[1, T]` tokens: the newest token of every running row, then the whole prompts of the rows that have
 just entered. Linear layers see T tokens; only attention knows which token belongs to which row. Keys and values of

@@ -1,4 +1,4 @@
-"""Greedy decoding of one left-padded batch over the model's own cache: right for every causal model, not the fastest.
+"""Decoding of one left-padded batch over the model's own cache: right for every causal model, not the fastest.
 
 Shapes: B rows still running · L longest prompt of the batch · V vocabulary.
 """
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from finetune.evaluation.sampling import Picker, greedy
 from finetune.evaluation.stopping import FinishReason, StopRule
 
 
 def generate_padded(
-    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule
+    model: Any, prompts: Sequence[Sequence[int]], rule: StopRule, pick: Picker = greedy
 ) -> Iterator[tuple[int, list[int], FinishReason, float]]:
     """Yield (place in `prompts`, generated tokens, finish reason, seconds since the start) as rows end.
 
@@ -42,9 +43,9 @@ def generate_padded(
         with torch.no_grad():
             output = model(input_ids=tokens, **_last_logits(model), **arguments)
         cache = getattr(output, cache_name)
-        newest = output.logits[:, -1].argmax(dim=-1)
+        newest = pick(output.logits[:, -1], places)
         going = []
-        for row, token in enumerate(newest.tolist()):
+        for row, token in enumerate(newest):
             place = places[row]
             produced[place].append(token)
             reason = rule.finish_reason(produced[place])
@@ -56,7 +57,7 @@ def generate_padded(
         if len(going) < len(places):
             places = [places[row] for row in going]
             cache.reorder_cache(rows)  # an index selection: keeps only the rows that go on
-        tokens = newest[rows, None]
+        tokens = torch.tensor([newest[row] for row in going], dtype=torch.long, device=device)[:, None]
         mask = torch.cat([mask[rows], torch.ones_like(tokens)], dim=1)
         positions = positions[rows, -1:] + 1
 

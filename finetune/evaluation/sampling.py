@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-_NUCLEUS_FIRST_LOOK = 512  # tokens that hold top_p nearly always; the others are sorted only where they do not
+_NUCLEUS_FIRST_LOOK = (
+    512  # tokens that hold top_p nearly always; the others are sorted only where they do not
+)
 _SERVER_SEED_BITS = 31  # servers take a signed 32-bit seed
 
 
-class Picker(Protocol):
-    """Chooses the next token of some rows; `prompts` names each row by its prompt's place in the input."""
-
-    def __call__(self, logits: Tensor, prompts: Sequence[int]) -> list[int]:
-        """[n, V] logits -> n token ids."""
-        ...
+# [n, V] logits, and each row's prompt by its place in the input -> n token ids.
+Picker = Callable[[Tensor, Sequence[int]], list[int]]
 
 
 def greedy(logits: Tensor, prompts: Sequence[int]) -> list[int]:
@@ -65,7 +62,9 @@ class Sampler:
             weights = torch.where(weights >= self._least_kept(weights), weights, 0.0)
         heights = weights.cumsum(dim=-1)
         drawn = torch.tensor(
-            [[self._streams[prompt].random()] for prompt in prompts], dtype=torch.float64, device=weights.device
+            [[self._streams[prompt].random()] for prompt in prompts],
+            dtype=torch.float64,
+            device=weights.device,
         )
         # A height first exceeds the drawn one at a token of positive weight; u < 1 leaves one to find unless it rounds up.
         places = torch.searchsorted(heights, drawn * heights[:, -1:], right=True)[:, 0]

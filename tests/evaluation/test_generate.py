@@ -1,4 +1,4 @@
-"""Greedy answers are the model's own, whatever the batch size, the decoder or the shared prefix."""
+"""Answers are the model's own, whatever the batch size, the decoder or the shared prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.evaluation import generate as decoding
 from finetune.evaluation.generate import common_prefix, generate, packed_decoding_works
+from finetune.evaluation.sampling import Sampler
 from finetune.evaluation.stopping import StopRule, stop_rule
 
 NEVER_STOPS: tuple[int, ...] = ()
@@ -224,3 +226,88 @@ def test_a_lora_adapter_is_used(lively_model: Any, tiny_tokenizer: Any) -> None:
     assert answers == _reference(tuned, prompts, rule)
     with tuned.disable_adapter():
         assert _answers(tuned, prompts, rule, batch_size=3) == base
+
+
+def _sampler(n: int, repeat: int = 0) -> Sampler:
+    return Sampler([f"17/{repeat}/{index}" for index in range(n)], temperature=0.9, top_p=0.95)
+
+
+@pytest.mark.parametrize("decoder", ["packed", "padded"])
+def test_sampled_answers_do_not_depend_on_batch_size_order_or_decoder(
+    lively_model: Any, tiny_tokenizer: Any, decoder: str
+) -> None:
+    prompts = _prompts(33)
+    prompts[7] = prompts[21] = list(prompts[3])  # items of equal text still have numbers of their own
+    rule = _rule(tiny_tokenizer, ids=tuple(range(2, 20)))
+    expected = _answers(lively_model, prompts, rule, batch_size=1, decoder="padded", pick=_sampler(33))
+    assert len({expected[index][0] for index in (3, 7, 21)}) == 3
+    assert expected != _answers(lively_model, prompts, rule, batch_size=32)
+    for batch_size in (1, 5, 32):
+        options: dict[str, Any] = {"batch_size": batch_size, "decoder": decoder}
+        assert _answers(lively_model, prompts, rule, pick=_sampler(33), **options) == expected
+    order = list(range(33))
+    random.Random(1).shuffle(order)
+    turned = Sampler([f"17/0/{index}" for index in order], temperature=0.9, top_p=0.95)
+    found = _answers(
+        lively_model, [prompts[i] for i in order], rule, batch_size=8, decoder=decoder, pick=turned
+    )
+    assert {order[place]: answer for place, answer in found.items()} == expected
+    assert _answers(lively_model, prompts, rule, batch_size=8, pick=_sampler(33, repeat=1)) != expected
+
+
+@pytest.mark.parametrize("decoder", ["packed", "padded"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_stop_strings_and_equal_texts_give_the_same_answers_alone_and_together(
+    lively_model: Any, tiny_tokenizer: Any, decoder: str, sampled: bool
+) -> None:
+    prompts = _prompts(32)
+    prompts[20:28] = [list(prompts[2]) for _ in range(8)]
+    free = _answers(lively_model, prompts, _rule(tiny_tokenizer, ids=NEVER_STOPS), batch_size=8)
+    stops = tuple(text[3:5] for text in (free[2][0], free[9][0]) if text[3:5])
+    rule = _rule(tiny_tokenizer, strings=(*stops, "\n"), ids=(2, 3))
+
+    def answers(batch_size: int) -> dict[int, tuple[Any, ...]]:
+        options: dict[str, Any] = {"pick": _sampler(32)} if sampled else {}
+        return _answers(lively_model, prompts, rule, batch_size=batch_size, decoder=decoder, **options)
+
+    alone = answers(1)
+    assert answers(32) == answers(7) == alone
+    assert {reason for _, _, reason in alone.values()} == {"stop", "length"}
+    assert (len({alone[index] for index in (2, *range(20, 28))}) == 1) is not sampled
+
+
+def test_the_shared_prefix_is_computed_once_and_a_free_slot_is_refilled_at_once(
+    lively_model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[tuple[int, int]] = []  # tokens, rows of every forward pass
+    original = decoding.packed_forward
+
+    def counted(model: Any, tokens: Any, positions: Any, keep: Any, device: Any) -> Any:
+        fed.append((len(tokens), len(keep)))
+        return original(model, tokens, positions, keep, device)
+
+    monkeypatch.setattr(decoding, "packed_forward", counted)
+    prompts = _prompts(24, shared=50)
+    rule = _rule(tiny_tokenizer, ids=tuple(range(2, 60)))
+    answers = _answers(lively_model, prompts, rule, batch_size=6, decoder="packed")
+    lengths = [tokens for _, tokens, _ in answers.values()]
+    assert len(set(lengths)) > 3
+    assert fed[0] == (50, 1)
+    own = sum(len(prompt) - 50 for prompt in prompts)
+    assert sum(tokens for tokens, _ in fed) == 50 + own + sum(length - 1 for length in lengths)
+    rows = [rows for _, rows in fed[1:]]
+    # All six slots are busy until nothing waits any more; then rows only leave.
+    assert rows == sorted(rows, reverse=True)
+    assert len(rows) - rows.count(6) < 16
+
+
+def test_only_what_is_left_is_sampled_as_it_would_have_been(lively_model: Any, tiny_tokenizer: Any) -> None:
+    """An interrupted set: the rest alone, with the prefix of the whole set and the streams of its own answers."""
+    prompts = _prompts(12)
+    rule = _rule(tiny_tokenizer)
+    whole = _answers(lively_model, prompts, rule, batch_size=4, pick=_sampler(12))
+    rest = Sampler([f"17/0/{index}" for index in range(5, 12)], temperature=0.9, top_p=0.95)
+    found = _answers(
+        lively_model, prompts[5:], rule, batch_size=3, shared_prefix=common_prefix(prompts), pick=rest
+    )
+    assert [found[place] for place in range(7)] == [whole[index] for index in range(5, 12)]
