@@ -13,7 +13,7 @@ import numpy as np
 from finetune.errors import Fault, UserError
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record
-from finetune.evaluation.scorers.registry import Score
+from finetune.evaluation.scorers.kind import Score
 from finetune.evaluation.suite import Suite
 from finetune.stats import mean_interval
 
@@ -28,16 +28,8 @@ def check_references(suite: Suite, items: Sequence[Item]) -> None:
         try:
             _apply(functions, item.reference, item.reference, item.check)
         except (ValueError, UserError) as error:
-            faults.append(
-                Fault(str(error), where=f"suite {suite.name}, item {item.id}", fix="mend the reference")
-            )
-    if len(faults) > _FAULTS_SHOWN:
-        faults = [
-            *faults[:_FAULTS_SHOWN],
-            Fault(f"{len(faults) - _FAULTS_SHOWN} more items cannot be scored"),
-        ]
-    if faults:
-        raise UserError(faults)
+            faults.append(_unscored(error, f"suite {suite.name}, item {item.id}"))
+    _refuse(faults)
 
 
 def score_answer(
@@ -58,12 +50,44 @@ def _apply(
 
 
 def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
-    """The records with the suite's scores in place of whatever scores they had."""
-    functions = suite.score_functions()
-    return [
-        {**record, "scores": _apply(functions, record["output"], record["reference"], record.get("check"))}
-        for record in records
-    ]
+    """The records with the suite's scores in place of whatever scores they had, and for metrics that need a format,
+    whether the answer has it (`well_formed`). Raises UserError naming the items that cannot be scored."""
+    functions, formats = suite.score_functions(), suite.format_functions()
+    scored, faults = [], []
+    for record in records:
+        output, check = record["output"], record.get("check")
+        try:
+            scores = _apply(functions, output, record["reference"], check)
+        except (ValueError, UserError) as error:
+            faults.append(_unscored(error, f"suite {suite.name}, arm {record['arm']}, item {record['item']}"))
+            continue
+        found: Record = {**record, "scores": scores}
+        if formats:
+            found["well_formed"] = {metric: has(output) for metric, has in formats.items()}
+        scored.append(found)
+    _refuse(faults)
+    return scored
+
+
+def off_format(records: Sequence[Record], metric: str) -> list[bool] | None:
+    """For each record, whether its answer has not the form that the metric needs; None for a metric that needs none."""
+    marks = [record.get("well_formed", {}).get(metric) for record in records]
+    return None if None in marks or not marks else [not mark for mark in marks]
+
+
+def _unscored(error: ValueError | UserError, where: str) -> Fault:
+    if isinstance(error, UserError):
+        first = error.faults[0]
+        return Fault(first.what, where, first.why, first.fix)
+    return Fault(str(error), where, fix="mend the item, or the scorer's parameters")
+
+
+def _refuse(faults: Sequence[Fault]) -> None:
+    if len(faults) > _FAULTS_SHOWN:
+        more = Fault(f"{len(faults) - _FAULTS_SHOWN} more items cannot be scored")
+        faults = [*faults[:_FAULTS_SHOWN], more]
+    if faults:
+        raise UserError(faults)
 
 
 def summarise(
@@ -139,6 +163,9 @@ def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str
         return {"mean": None, "low": None, "high": None, "n": 0, "method": "no items"}
     interval = mean_interval(scores_of(records, metric), clusters=clusters_of(records), confidence=confidence)
     found = interval.to_dict()
+    off = off_format(records, metric)
+    if off is not None:
+        found["off_format"] = sum(off)
     if metric == "nll_per_token":
         found["perplexity"] = math.exp(interval.mean)
     return found

@@ -10,14 +10,8 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
-from finetune.evaluation.scorers.registry import (
-    SCORERS,
-    Score,
-    ScorerKind,
-    find_scorer,
-    make_scorer,
-    scorer_digest,
-)
+from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed
+from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_format, make_scorer, scorer_digest
 from finetune.paths import find_declarative
 from finetune.recipe.schema import Count, Section, Share
 from finetune.recipe.yaml_loader import load_typed
@@ -56,13 +50,45 @@ class FewShotSection(Section):
 
 
 class DecodingSection(Section):
-    """Greedy decoding: the most likely token each time."""
+    """How answers are made: greedily, or sampled, several times an item if wished."""
 
     max_new_tokens: Count = Field(128, description="Longest answer; a longer one ends with `length`.")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
         description="Texts that end the answer and are cut off; end of turn always does.",
     )
+    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
+        0.0, description="0: greedy, the most likely token each time; above 0: sampled."
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Sample from the fewest tokens that together are this likely."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        17, description="Of sampling; each answer has a generator of its own, from seed, item and repeat."
+    )
+    repeats: Count = Field(1, description="Answers to each item; scores are averaged per item first.")
+
+    @model_validator(mode="after")
+    def _sampling_fits(self) -> DecodingSection:
+        if self.temperature == 0.0 and self.repeats > 1:
+            raise ValueError(
+                f"repeats: {self.repeats} greedy answers to one item are the same answer; "
+                "set temperature above 0, or repeats to 1"
+            )
+        if self.temperature == 0.0 and self.top_p < 1.0:
+            raise ValueError(
+                "top_p: greedy decoding does not sample; set temperature above 0, or leave top_p out"
+            )
+        return self
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.temperature > 0.0
+
+    def of_one_answer(self) -> dict[str, Any]:
+        """What decides a single answer: how many there are does not, nor does the seed of what is not sampled."""
+        left_out = {"repeats"} if self.is_sampled else {"repeats", "temperature", "top_p", "seed"}
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 class ScorerSection(Section):
@@ -128,6 +154,8 @@ class Suite(Section):
         names = self.metrics
         if len(set(names)) != len(names):
             raise ValueError(f"scorers: two metrics of one name among {', '.join(names)}; set `metric`")
+        if self.decoding.is_sampled and self.task != "generate":
+            raise ValueError(f"decoding.temperature: nothing is sampled with task: {self.task}")
         if self.primary_metric not in names:
             raise ValueError(
                 f"primary_metric: no scorer gives '{self.primary_metric}'; {did_you_mean(self.primary_metric, names)}"
@@ -170,7 +198,8 @@ class Suite(Section):
 
     def scorer_of(self, metric: str) -> ScorerKind:
         """The scorer behind a metric of this suite."""
-        return find_scorer(next(one.scorer for one in self.scoring if one.name == metric))
+        section = next(one for one in self.scoring if one.name == metric)
+        return find_scorer(section.scorer).bound(section.parameters)
 
     def score_functions(self) -> dict[str, Score]:
         """Metric name -> function (output, reference) -> score."""
@@ -178,6 +207,11 @@ class Suite(Section):
             one.name: make_scorer(one.scorer, one.parameters, where=f"{self._path}: scorers")
             for one in self.scoring
         }
+
+    def format_functions(self) -> dict[str, WellFormed]:
+        """Metric name -> whether an answer has the form that the metric needs; only metrics that need one."""
+        found = {one.name: make_format(one.scorer, one.parameters) for one in self.scoring}
+        return {metric: function for metric, function in found.items() if function is not None}
 
     @property
     def digest(self) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finetune.errors import UserError
-from finetune.evaluation.scorers.extension import ALLOW_CODE, code_of
-from finetune.evaluation.scorers.registry import make_scorer
+from finetune.evaluation.rescore import parse_scorer, with_scorers
+from finetune.evaluation.scorers.code import ALLOW_CODE, code_of
+from finetune.evaluation.scorers.registry import find_scorer, make_format, make_scorer, scorer_names
+from finetune.evaluation.scoring import score_records
 from finetune.evaluation.suite import Suite, load_suite
 
 METRIC = """
@@ -72,9 +75,107 @@ def test_a_local_metric_of_evaluate_scores_each_answer(tmp_path: Path) -> None:
         make_scorer("evaluate_metric", {"path": str(tmp_path / "same"), "key": "other"})("a", "a", None)
 
 
-def test_a_metric_that_would_be_downloaded_is_refused() -> None:
-    with pytest.raises(UserError, match="would be downloaded"):
+def test_a_metric_of_the_hub_needs_a_revision() -> None:
+    with pytest.raises(UserError, match="no revision to fetch one by"):
         make_scorer("evaluate_metric", {"path": "exact_match", "key": "exact_match"})
+
+
+def test_a_metric_that_cannot_be_fetched_is_told_with_its_remedy() -> None:
+    wanted = {"path": "owner/no_such_metric", "key": "x", "revision": "v1"}
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        make_scorer("evaluate_metric", wanted)
+    assert "give the folder of its script" in str(caught.value)
+
+
+def test_a_metric_of_the_hub_is_loaded_by_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import evaluate
+
+    asked: dict[str, Any] = {}
+
+    class Metric:
+        def compute(self, predictions: list[str], references: list[str]) -> dict[str, list[float]]:
+            return {"errors": [float(len(predictions[0]) - len(references[0]))]}
+
+    def load(path: str, **options: Any) -> Metric:
+        asked.update(options, path=path)
+        return Metric()
+
+    monkeypatch.setattr(evaluate, "load", load)
+    parameters = {"path": "owner/errors", "key": "errors", "revision": "a1b2", "higher_is_better": False}
+    assert make_scorer("evaluate_metric", parameters)("abc", "a", None) == 2.0
+    assert (asked["path"], asked["revision"]) == ("owner/errors", "a1b2")
+    assert not find_scorer("evaluate_metric").bound(parameters).higher_is_better
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return None", "gave no number: TypeError"),
+        ("return 'good'", "gave no number: ValueError"),
+        ("return float('nan')", "gave nan"),
+        ("return float('inf')", "gave inf"),
+    ],
+)
+def test_a_function_without_a_number_is_named_with_the_item(
+    body: str, message: str, module: Path, suite: Suite
+) -> None:
+    module.write_text(f"def faulty(output, reference):\n    {body}\n")
+    suite = with_scorers(suite, [parse_scorer("python:{function: 'my_scorers:faulty', metric: own}")])
+    record = {"item": "item-7", "arm": "tuned", "output": "{}", "reference": "{}", "scores": {}}
+    with pytest.raises(UserError, match=message) as caught:
+        score_records(suite, [record])
+    assert "item-7" in str(caught.value)
+
+
+def test_a_function_may_take_the_items_check_and_arguments(module: Path) -> None:
+    module.write_text(
+        "def share(output, reference, check, weight=1.0):\n    return weight * (output in check['any'])\n"
+    )
+    score = make_scorer("python", {"function": "my_scorers:share", "arguments": {"weight": 0.5}})
+    assert (score("a", "", {"any": ["a"]}), score("b", "", {"any": ["a"]})) == (0.5, 0.0)
+    with pytest.raises(UserError, match="cannot be made"):
+        make_scorer("python", {"function": "my_scorers:share", "arguments": {"wight": 0.5}})
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that brings a scorer."""
+    (tmp_path / "their_scorers.py").write_text(
+        "def brevity(output, reference, *, per=1.0):\n"
+        '    """Characters of the answer. More words."""\n'
+        "    return len(output) / per\n"
+        "brevity.higher_is_better = False\n"
+    )
+    information = tmp_path / "their_scorers-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-scorers\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[finetune.scorers]\nbrevity = their_scorers:brevity\nlost = their_scorers:gone\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "their_scorers", raising=False)
+    return tmp_path
+
+
+def test_an_installed_package_brings_scorers(package: Path, suite: Suite) -> None:
+    kind = find_scorer("brevity")
+    assert (kind.summary, kind.parameters, kind.higher_is_better) == (
+        "Characters of the answer",
+        ("per",),
+        False,
+    )
+    assert make_scorer("brevity", {"per": 2.0})("abcd", "", None) == 2.0
+    assert "brevity" in scorer_names()
+    with pytest.raises(UserError, match="did you mean 'per'"):
+        make_scorer("brevity", {"pr": 2.0})
+    with pytest.raises(UserError, match="'lost' of the package their-scorers cannot be loaded"):
+        make_scorer("lost", {})
+    suite.path.write_text(suite.path.read_text().replace("slot_f1]", "brevity]"))
+    before = load_suite(suite.path).digest
+    source = package / "their_scorers.py"
+    source.write_text(source.read_text() + "# changed\n")
+    assert load_suite(suite.path).digest != before
 
 
 def test_running_code_is_off_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +223,21 @@ def test_code_sees_none_of_our_variables_and_leaves_nothing(
     before = set(os.listdir("."))  # noqa: PTH208
     assert runs("import os", "assert 'MY_SECRET' not in os.environ; open('trace', 'w').write('x')") == 1.0
     assert set(os.listdir(".")) == before  # noqa: PTH208
+
+
+def test_what_the_code_started_is_ended_with_it(runs: Any, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    spawning = f"import subprocess, sys\nsubprocess.Popen(['/bin/sh', '-c', 'sleep 0.5; touch {late}'])"
+    runs(spawning, "pass")
+    time.sleep(0.8)
+    assert not late.exists()
+
+
+def test_code_that_is_no_python_is_off_format(runs: Any) -> None:
+    well_formed = make_format("runs_code", {})
+    assert well_formed is not None
+    assert well_formed("```python\nx = 1\n```")
+    assert not well_formed("def add(a, b:")
 
 
 def test_an_item_without_tests_is_an_error(runs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from finetune.evaluation.scorers.json_object import (
     slot_f1,
     valid_json,
 )
+from finetune.evaluation.scorers.registry import make_scorer
 
 REFERENCE = '{"intent":"HassLightSet","brightness":5,"name":"floor lamp"}'
 
@@ -144,3 +146,42 @@ def test_every_object_matches_itself_in_any_spelling(value: dict[str, object]) -
 def test_no_text_makes_a_scorer_fail_or_leave_its_range(output: str) -> None:
     for scorer in (exact_match, valid_json, intent_accuracy, slot_f1):
         assert 0.0 <= scorer(output, REFERENCE) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "parameters", "expected"),
+    [
+        ('{"a":1,"b":{"c":"x","d":[1,2]}}', {}, 1.0),
+        ('{"b":{"d":[1.0,2],"c":"x"},"a":1.0}', {}, 1.0),
+        ('{"a":1}', {}, 2 * 1 / (1 + 3)),
+        ('{"a":1,"b":{"c":"x","d":[2,1]}}', {}, 2 * 2 / 6),
+        ('{"a":1,"b":{"c":"x","d":[2,1]}}', {"lists": "elements"}, 1.0),
+        ('{"a":1,"b":{"c":"x","d":[1,1]}}', {"lists": "elements"}, 2 * 3 / 8),
+        ('{"a":1,"b":{"c":"x"}}', {"nested": False}, 2 * 1 / 4),
+        ('{"a":1,"b":{"c":"y"}}', {"ignore": ["b"]}, 1.0),
+        ('{"a":true,"b":{"c":"x","d":[1,2]}}', {}, 2 * 2 / 6),
+        ('{"a":"1","b":{"c":"x","d":[1,2]}}', {}, 2 * 2 / 6),
+        ("{}", {}, 0.0),
+        ("a: 1", {}, 0.0),
+    ],
+)
+def test_field_f1_by_hand(output: str, parameters: dict[str, Any], expected: float) -> None:
+    score = make_scorer("field_f1", parameters)
+    assert score(output, '{"a":1,"b":{"c":"x","d":[1,2]}}', None) == pytest.approx(expected)
+
+
+def test_field_f1_without_fields() -> None:
+    score = make_scorer("field_f1", {"ignore": ["intent"]})
+    assert score('{"intent":"x"}', '{"intent":"y"}', None) == 1.0
+    assert score('{"intent":"x","a":1}', '{"intent":"y"}', None) == 0.0
+    assert score("none", "{}", None) == 0.0
+    assert make_scorer("field_f1", {})('{"a":{}}', '{"a":[]}', None) == 0.0
+    with pytest.raises(ValueError, match="not one JSON object"):
+        score("{}", "[]", None)
+
+
+def test_field_f1_of_flat_objects_is_slot_f1() -> None:
+    reference, output = '{"intent":"a","x":1,"y":"b"}', '{"intent":"z","x":1,"y":"c","w":2}'
+    assert make_scorer("field_f1", {"ignore": ["intent"]})(output, reference, None) == slot_f1(
+        output, reference
+    )

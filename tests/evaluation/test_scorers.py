@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from finetune.errors import UserError
 from finetune.evaluation.scorers.checks import REQUIREMENTS, meets, sentences_in, words_in
 from finetune.evaluation.scorers.language import guess_language
-from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_scorer
+from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_format, make_scorer, scorer_names
 from finetune.evaluation.scorers.text import normalised_match, numbers_in, text_match
 
 
@@ -98,6 +97,8 @@ def test_numbers_in_keeps_order_and_sign() -> None:
         ({"words": [2, 3]}, "it's well-made", "one two three four"),
         ({"sentences": 2}, "One. Two!", "One."),
         ({"lines": 3}, "a\nb\n\nc", "a\nb"),
+        ({"paragraphs": 2}, "a\nb\n\nc", "a\n\nb\n \nc"),
+        ({"bullets": [2, 3]}, "List:\n- a\n* b\n 3) c", "- a\n-b\nc - d"),
         ({"characters": [0, 5]}, "short", "longer"),
         ({"starts_with": "Dear"}, " Dear you", "My dear"),
         ({"ends_with": "."}, "Done. ", "Done"),
@@ -118,7 +119,7 @@ def test_every_requirement_tells_right_from_wrong(check: dict[str, Any], right: 
 
 def test_no_requirement_is_untested_and_unknown_ones_are_named() -> None:
     tested = {
-        "contains_any", "contains_all", "excludes", "number", "regex", "full_regex", "words", "sentences", "lines",
+        "contains_any", "contains_all", "excludes", "number", "regex", "full_regex", "words", "sentences", "lines", "paragraphs", "bullets",
         "characters", "starts_with", "ends_with", "upper_case", "lower_case", "json", "json_keys", "language", "refuses",
     }  # fmt: skip
     assert set(REQUIREMENTS) == tested
@@ -138,6 +139,23 @@ def test_no_text_breaks_a_requirement(output: str) -> None:
         "refuses": True,
     }.items():
         assert meets(output, {name: wanted}) in (0.0, 1.0)
+
+
+def test_requirements_of_every_item_are_added_to_its_own() -> None:
+    score = make_scorer("check", {"every": {"words": [1, 3]}})
+    assert score("Paris it is", "", {"contains_any": ["Paris"]}) == 1.0
+    assert score("It is Paris, of course", "", {"contains_any": ["Paris"]}) == 0.0
+    assert score("any two", "", None) == 1.0
+    with pytest.raises(UserError, match="did you mean 'words'"):
+        make_scorer("check", {"every": {"word": 3}})
+
+
+@pytest.mark.parametrize(
+    "check", [{"regex": "("}, {"words": "three"}, {"number": {"tolerance": 1}}, {"starts_with": 3}]
+)
+def test_a_requirement_that_cannot_be_checked_is_named(check: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"'{next(iter(check))}: "):
+        meets("text", check)
 
 
 def test_words_and_sentences_are_counted_as_people_count_them() -> None:
@@ -177,6 +195,7 @@ def test_languages_are_told_by_script_and_small_words(text: str, language: str |
 
 
 def test_every_scorer_says_what_it_does_in_one_sentence() -> None:
+    assert scorer_names()[: len(SCORERS)] == list(SCORERS)
     for kind in SCORERS.values():
         assert 10 < len(kind.summary) < 160, kind.name
         assert len(kind.code_digest) >= 16
@@ -206,46 +225,131 @@ def test_a_scorer_takes_the_modules_it_uses_into_its_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "package"),
+    ("output", "reference", "parameters", "expected"),
     [
-        ("chrf", "sacrebleu"),
-        ("bleu", "sacrebleu"),
-        ("rouge", "rouge_score.rouge_scorer"),
-        ("json_schema", "jsonschema.validators"),
+        ("1 + 1\n#### 2", "2", {}, 1.0),
+        ("#### 3 no, #### 2", "2", {}, 1.0),
+        ("#### 3 no, #### 2", "2", {"which": "first"}, 0.0),
+        ("#### Paris.", "paris", {}, 1.0),
+        ("#### Paris.", "paris", {"normalised": False}, 0.0),
+        ("2", "2", {}, 0.0),
+        ("####", "", {}, 0.0),
     ],
 )
-def test_a_missing_package_is_named_with_its_remedy(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+def test_a_captured_answer_is_compared(
+    output: str, reference: str, parameters: dict[str, Any], expected: float
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match="not installed") as caught:
-        make_scorer(name, {})
-    assert "pip install 'finetune-pipeline[scorers]'" in str(caught.value)
-    assert package in str(caught.value)
+    assert _score("regex_match", output, reference, pattern=r"#### (\S+)", **parameters) == expected
 
 
-def test_chrf_and_bleu_are_sacrebleus() -> None:
-    sacrebleu = pytest.importorskip("sacrebleu", reason="optional extra `scorers` is not installed")
-    output, reference = "the cat sat on the mat", "the cat is on the mat"
-    assert _score("chrf", output, reference) == pytest.approx(
-        sacrebleu.sentence_chrf(output, [reference]).score / 100
-    )
-    assert _score("bleu", output, reference) == pytest.approx(
-        sacrebleu.sentence_bleu(output, [reference]).score / 100
-    )
-    assert _score("chrf", reference, reference) == _score("bleu", reference, reference) == 1.0
+def test_without_a_group_the_whole_match_is_compared() -> None:
+    assert _score("regex_match", "on 2024-01-05.", "2024-01-05", pattern=r"\d{4}-\d\d-\d\d") == 1.0
+    with pytest.raises(UserError, match="is not last or first"):
+        make_scorer("regex_match", {"pattern": "a", "which": "any"})
+
+
+@pytest.mark.parametrize(
+    ("output", "letter"),
+    [
+        ("B", "B"),
+        (" b. ", "B"),
+        ("(B)", "B"),
+        ("**B**", "B"),
+        ("B) Paris", "B"),
+        ("B: because A is wrong", "B"),
+        ("The answer is B.", "B"),
+        ("Answer: (C)", "C"),
+        ("Option A looks right, but the answer is D", "D"),
+        ("It must be (C).", "C"),
+        ("(A) or (C)?", None),
+        ("The answer is A or B.", None),
+        ("(B) because (A) is wrong", "B"),
+        ("A cat sat on the mat", None),
+        ("Both B and C", None),
+        ("The answer is Berlin", None),
+        ("E", None),
+        ("", None),
+    ],
+)
+def test_the_letter_of_an_answer(output: str, letter: str | None) -> None:
+    assert make_format("choice_letter", {})(output) is (letter is not None)  # type: ignore[misc]
+    for reference in "ABCD":
+        assert _score("choice_letter", output, reference) == float(reference == letter)
+
+
+def test_choice_letters_have_their_alphabet() -> None:
+    assert _score("choice_letter", "2", "(2)", letters="123") == 1.0
+    with pytest.raises(ValueError, match="names none of ABCD"):
+        _score("choice_letter", "A", "Paris")
+    with pytest.raises(UserError, match="two or more different"):
+        make_scorer("choice_letter", {"letters": "AA"})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "good", "off"),
+    [
+        ("exact_match", {}, '{"a": 1}', "[1]"),
+        ("slot_f1", {}, "{}", "none"),
+        ("field_f1", {}, "{}", "{} {}"),
+        ("json_schema", {"schema": {"type": "object"}}, "[1]", "[1"),
+        ("numeric", {}, "1 or 2", "two"),
+        ("numeric", {"which": "only"}, "2, that is 2", "1 or 2"),
+        ("regex_match", {"pattern": "#(.)"}, "#b", "b"),
+        ("choice_letter", {}, "B", "all of them"),
+    ],
+)
+def test_off_format_is_told_from_wrong(name: str, parameters: dict[str, Any], good: str, off: str) -> None:
+    well_formed = make_format(name, parameters)
+    assert well_formed is not None
+    assert (well_formed(good), well_formed(off)) == (True, False)
+
+
+def test_scorers_of_any_text_have_no_format() -> None:
+    assert all(make_format(name, {}) is None for name in ("text_match", "chrf", "check", "valid_json"))
+
+
+def test_chrf_by_hand() -> None:
+    # Character 1- to 6-grams of "abcd" and "abce": precision = recall = 3/4, 2/3, 1/2 and 0 for n = 1 to 4; longer ones
+    # exist on neither side. chrF takes the means, 23/48, first, and their F2 is the same.
+    assert _score("chrf", "abcd", "abce") == pytest.approx((3 / 4 + 2 / 3 + 1 / 2) / 4)
+    assert _score("chrf", "the cat", "the cat") == 1.0
+    assert _score("chrf", "", "abc") == _score("chrf", "xyz", "abc") == 0.0
+
+
+def test_bleu_by_hand() -> None:
+    # 1- to 4-grams right: 5 of 6, 3 of 5, 1 of 4, and 0 of 3, which exponential smoothing counts as a half.
+    expected = (5 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25
+    assert _score("bleu", "the cat sat on the mat", "the cat is on the mat") == pytest.approx(expected)
+    assert _score("bleu", "the cat", "the cat") == 1.0  # effective order: no 3-grams to miss
+    assert _score("bleu", "", "the cat") == 0.0
+    with pytest.raises(UserError, match="tokenize: 'none such'"):
+        make_scorer("bleu", {"tokenize": "none such"})
+
+
+def test_rouge_by_hand() -> None:
+    assert _score("rouge", "the cat", "the cat sat", kind="rouge1") == pytest.approx(0.8)  # P 1, R 2/3
+    assert _score("rouge", "the cat", "the cat sat", kind="rouge2") == pytest.approx(2 / 3)  # P 1, R 1/2
+    assert _score("rouge", "cat the", "the cat sat") == pytest.approx(
+        0.4
+    )  # longest common run 1: P 1/2, R 1/3
+    assert _score("rouge", "cats", "cat", stemmer=True) == pytest.approx(1.0)
+    assert _score("rouge", "", "the cat") == _score("rouge", "кот", "кот") == 0.0
+    with pytest.raises(UserError, match="kind: 'rouge9'"):
+        make_scorer("rouge", {"kind": "rouge9"})
 
 
 def test_json_schema_accepts_and_refuses() -> None:
-    pytest.importorskip("jsonschema", reason="optional extra `scorers` is not installed")
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     assert _score("json_schema", '{"a": 1}', schema=schema) == 1.0
     assert _score("json_schema", '{"a": "1"}', schema=schema) == 0.0
     assert _score("json_schema", "no json", schema=schema) == 0.0
+    assert _score("json_schema", "NaN", schema={"type": "number"}) == 0.0
+    assert _score("json_schema", "[" * 100_000, schema=schema) == 0.0
     assert _score("json_schema", "3", '{"type":"integer"}') == 1.0
 
 
-def test_rouge_is_rouge_scores() -> None:
-    pytest.importorskip("rouge_score", reason="optional extra `scorers` is not installed")
-    assert _score("rouge", "the cat sat", "the cat sat") == pytest.approx(1.0)
-    assert _score("rouge", "the cat", "the cat sat", kind="rouge1") == pytest.approx(0.8)
+def test_a_schema_that_is_none_is_refused_and_nothing_is_fetched() -> None:
+    with pytest.raises(UserError, match="is no JSON Schema"):
+        make_scorer("json_schema", {"schema": {"type": "intger"}})
+    with pytest.raises(ValueError, match="outside itself"):
+        _score("json_schema", "3", schema={"$ref": "http://127.0.0.1:9/schema.json"})

@@ -24,6 +24,14 @@ _REFUSALS = (
 )  # fmt: skip
 
 
+def make_check(*, every: Mapping[str, Any] | None = None) -> Callable[[str, Mapping[str, Any]], float]:
+    """1.0 when the answer meets every requirement of the item's `check`, and those of `every`, which all items share."""
+    shared = dict(every or {})
+    if shared:
+        meets("", shared)
+    return lambda output, check: meets(output, {**shared, **check})
+
+
 def meets(output: str, check: Mapping[str, Any]) -> float:
     """1.0 when the answer meets every requirement of `check`. Raises ValueError for an empty or unknown one."""
     if not check:
@@ -31,7 +39,14 @@ def meets(output: str, check: Mapping[str, Any]) -> float:
     unknown = sorted(set(check) - set(REQUIREMENTS))
     if unknown:
         raise ValueError(f"unknown requirement '{unknown[0]}'; {did_you_mean(unknown[0], REQUIREMENTS)}")
-    return float(all(REQUIREMENTS[name](output, wanted) for name, wanted in check.items()))
+    return float(all(_decide(name, output, wanted) for name, wanted in check.items()))
+
+
+def _decide(name: str, output: str, wanted: Any) -> bool:
+    try:
+        return REQUIREMENTS[name](output, wanted)
+    except (TypeError, KeyError, AttributeError, re.error) as error:
+        raise ValueError(f"the requirement '{name}: {wanted}' cannot be checked: {error}") from None
 
 
 def words_in(text: str) -> list[str]:
@@ -45,6 +60,16 @@ def sentences_in(text: str) -> list[str]:
 
 def lines_in(text: str) -> list[str]:
     return [line for line in text.strip().splitlines() if line.strip()]
+
+
+def paragraphs_in(text: str) -> list[str]:
+    """Blocks between empty lines."""
+    return [block for block in re.split(r"\n[ \t]*\n", text.strip()) if block.strip()]
+
+
+def bullets_in(text: str) -> list[str]:
+    """Lines that begin with a bullet or a number: `- a`, `* a`, `• a`, `1. a`, `1) a`."""
+    return [line for line in text.splitlines() if re.match(r"\s*(?:[-*•]|\d+[.)])\s+\S", line)]
 
 
 def _letters(text: str) -> str:
@@ -83,6 +108,8 @@ REQUIREMENTS: dict[str, Requirement] = {
     "words": lambda output, wanted: _within(len(words_in(output)), wanted),
     "sentences": lambda output, wanted: _within(len(sentences_in(output)), wanted),
     "lines": lambda output, wanted: _within(len(lines_in(output)), wanted),
+    "paragraphs": lambda output, wanted: _within(len(paragraphs_in(output)), wanted),
+    "bullets": lambda output, wanted: _within(len(bullets_in(output)), wanted),
     "characters": lambda output, wanted: _within(len(output.strip()), wanted),
     "starts_with": lambda output, wanted: output.strip().startswith(wanted),
     "ends_with": lambda output, wanted: output.strip().endswith(wanted),

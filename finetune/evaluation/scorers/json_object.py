@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 INTENT_KEY = "intent"
@@ -66,18 +68,79 @@ def slot_f1(output: str, reference: str) -> float:
     is no JSON object is 0.0, also when the reference has no slots. The intent does not matter here. The mean over
     items weighs every item alike (it is not the F1 over all slots pooled).
     """
-    wanted, answer = _slots(_reference(reference)), parse_object(output)
+    return _fields_f1(output, reference, ignored={INTENT_KEY}, nested=False, elements=False)
+
+
+def make_field_f1(
+    *, ignore: list[str] | None = None, nested: bool = True, lists: str = "whole"
+) -> Callable[[str, str], float]:
+    """F1 of the fields of one JSON object, each right only when its name and its value both match.
+
+    ignore: keys of the object that do not count. nested: a field inside an object counts by itself, under its path.
+    lists: a list is one value (`whole`), or each of its `elements` counts by itself, whatever their order.
+    Hard edges: no fields on either side is 1.0, on one side only 0.0; an answer that is no JSON object is 0.0.
+    """
+    if lists not in ("whole", "elements"):
+        raise ValueError(f"lists: '{lists}' is not whole or elements")
+    ignored, elements = set(ignore or ()), lists == "elements"
+    return lambda output, reference: _fields_f1(
+        output, reference, ignored=ignored, nested=nested, elements=elements
+    )
+
+
+def format_of_field_f1(
+    *, ignore: list[str] | None = None, nested: bool = True, lists: str = "whole"
+) -> Callable[[str], bool]:
+    """An answer that is no JSON object is off-format."""
+    return is_object
+
+
+def is_object(output: str) -> bool:
+    """Whether an answer is one JSON object and nothing else."""
+    return parse_object(output) is not None
+
+
+def _fields_f1(output: str, reference: str, *, ignored: set[str], nested: bool, elements: bool) -> float:
+    answer = parse_object(output)
+
+    def fields(value: dict[str, Any]) -> Counter[tuple[tuple[str, ...], str]]:
+        counted = {key: content for key, content in value.items() if key not in ignored}
+        return Counter(_leaves(counted, (), nested, elements))
+
+    wanted = fields(_reference(reference))
     if answer is None:
         return 0.0
-    found = _slots(answer)
+    found = fields(answer)
     if not found and not wanted:
         return 1.0
-    right = sum(key in wanted and same_value(value, wanted[key]) for key, value in found.items())
-    return 2.0 * right / (len(found) + len(wanted))
+    return 2.0 * (found & wanted).total() / (found.total() + wanted.total())
 
 
-def _slots(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: content for key, content in value.items() if key != INTENT_KEY}
+def _leaves(
+    value: dict[str, Any], path: tuple[str, ...], nested: bool, elements: bool
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every field as (path, canonical value); an empty object or list is a value like any other."""
+    for key, content in value.items():
+        here = (*path, key)
+        if nested and isinstance(content, dict) and content:
+            yield from _leaves(content, here, nested, elements)
+        elif elements and isinstance(content, list) and content:
+            yield from ((here, _canonical(one)) for one in content)
+        else:
+            yield here, _canonical(content)
+
+
+def _canonical(value: Any) -> str:
+    """Equal texts for values that `same_value` calls equal: 5.0 as 5, keys in one order."""
+    return json.dumps(_integral(value), sort_keys=True)
+
+
+def _integral(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _integral(content) for key, content in value.items()}
+    return [_integral(one) for one in value] if isinstance(value, list) else value
 
 
 def _reference(text: str) -> dict[str, Any]:

@@ -59,6 +59,47 @@ def make_regex(*, pattern: str, full: bool = False, ignore_case: bool = False) -
     return regex
 
 
+def make_regex_match(
+    *, pattern: str, which: str = "last", ignore_case: bool = False, normalised: bool = True
+) -> Compare:
+    """1.0 when what the pattern captures in the answer is the reference, e.g. `#### (.+)`.
+
+    The first group is compared, or the whole match without one, of the `last` match in the answer or the `first`.
+    normalised: compared as `normalised_match` does, else character by character but for white space around it.
+    """
+    same = normalised_match if normalised else text_match
+    find = _captured(pattern, which, ignore_case)
+
+    def regex_match(output: str, reference: str) -> float:
+        found = find(output)
+        return 0.0 if found is None else same(found, reference)
+
+    return regex_match
+
+
+def format_of_regex_match(
+    *, pattern: str, which: str = "last", ignore_case: bool = False, normalised: bool = True
+) -> Callable[[str], bool]:
+    """An answer in which the pattern is not found is off-format."""
+    find = _captured(pattern, which, ignore_case)
+    return lambda output: find(output) is not None
+
+
+def _captured(pattern: str, which: str, ignore_case: bool) -> Callable[[str], str | None]:
+    if which not in ("last", "first"):
+        raise ValueError(f"which: '{which}' is not last or first")
+    compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+
+    def find(output: str) -> str | None:
+        matches = list(compiled.finditer(output))
+        if not matches:
+            return None
+        match = matches[-1 if which == "last" else 0]
+        return match[1 if compiled.groups else 0]
+
+    return find
+
+
 def make_numeric(*, tolerance: float = 0.0, relative: float = 0.0, which: str = "last") -> Compare:
     """1.0 when a number of the answer is the reference's, within `tolerance` or `relative` · |reference|.
 
@@ -82,6 +123,18 @@ def make_numeric(*, tolerance: float = 0.0, relative: float = 0.0, which: str = 
         return float(abs(value - wanted[0]) <= allowed)
 
     return numeric
+
+
+def format_of_numeric(
+    *, tolerance: float = 0.0, relative: float = 0.0, which: str = "last"
+) -> Callable[[str], bool]:
+    """An answer without a number is off-format; with `only`, also one with two different numbers."""
+
+    def well_formed(output: str) -> bool:
+        found = set(numbers_in(output))
+        return len(found) == 1 if which == "only" else bool(found)
+
+    return well_formed
 
 
 def numbers_in(text: str) -> list[Decimal]:
