@@ -72,7 +72,7 @@ def run(
     from finetune.cli.quiet import quiet_libraries
 
     quiet_libraries()
-    from finetune.evaluation.compare import combine
+    from finetune.evaluation.claims import combine
     from finetune.evaluation.screen import comparison_lines, noise_lines
     from finetune.paths import write_json
     from finetune.pipeline.reevaluate import FinishedRun, ServedModels, compare_run, measure_noise
@@ -294,11 +294,11 @@ def judge(
 @app.command()
 def scorers(as_json: JsonFlag = False) -> None:
     """List the scorers that a suite can name, with their parameters."""
-    from finetune.evaluation.scorers.registry import SCORERS
+    from finetune.evaluation.scorers.registry import find_scorer, scorer_names
 
     listed = {
         kind.name: {"task": kind.task, "parameters": list(kind.parameters), "summary": kind.summary}
-        for kind in SCORERS.values()
+        for kind in map(find_scorer, scorer_names())
     }
     width = max(map(len, listed))
     lines = [

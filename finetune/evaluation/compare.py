@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import ExitCode, Fault, UserError
+from finetune.evaluation.cost import Spent, cost_of
+from finetune.evaluation.formats import compare_formats
 from finetune.evaluation.items import refuse_duplicates
 from finetune.evaluation.records import ArmSummary, Record
 from finetune.evaluation.saved_arms import SavedArm
@@ -84,23 +86,33 @@ def compare_folders(
     arm: str = "tuned",
     *,
     slices: bool = True,
+    spent: Spent | None = None,
 ) -> dict[str, Any]:
     """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs and notes."""
     before, after = SavedArm(baseline_folder, baseline_arm), SavedArm(arm_folder, arm)
-    return compare_saved(suite, before, after, slices=slices)
+    return compare_saved(suite, before, after, slices=slices, spent=spent)
 
 
 def compare_saved(
-    suite: Suite, baseline: SavedArm, arm: SavedArm, *, inner: bool = False, slices: bool = True
+    suite: Suite,
+    baseline: SavedArm,
+    arm: SavedArm,
+    *,
+    inner: bool = False,
+    slices: bool = True,
+    spent: Spent | None = None,
 ) -> dict[str, Any]:
     """Compare two saved arms. Where both were evaluated here, arms of another suite, other items or another template are
-    refused, and costs and notes are added; records from elsewhere must at least answer the same items."""
+    refused, and costs and notes are added; records from elsewhere must at least answer the same items. spent: prices,
+    and how long the tuning took."""
     before, after = baseline.summary(), arm.summary()
     if before is not None and after is not None:
         refuse_unfair(suite, before, after, inner=inner)
-    result = compare_records(suite, baseline.records(), arm.records(), inner=inner, slices=slices)
+    records = baseline.records(), arm.records()
+    result = compare_records(suite, *records, inner=inner, slices=slices)
     if before is not None and after is not None:
-        result["cost"] = _cost(before, after)
+        pairs = pair_records(*records, inner=inner)
+        result["cost"] = cost_of(before, after, *pairs, confidence=suite.confidence, spent=spent or Spent())
         result["notes"] = _notes(before, after)
     result["adapter_sha256"] = after.adapter_sha256 if after is not None else None
     return result
@@ -136,18 +148,6 @@ def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary, *, inner:
         raise UserError(faults)
 
 
-def combine(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One `comparison.json` of several suites. The first decides, unless a guarding suite (role regression or
-    forgetting) regressed: a gain bought with such a loss is `regressed`."""
-    first = dict(results[0])
-    for name in ("comparisons", "slices"):
-        first[name] = [one for result in results for one in result.get(name, [])]
-    for result in results[1:]:
-        if result["role"] != "task" and result["verdict"] == "regressed":
-            first["verdict"], first["exit_code"] = "regressed", int(ExitCode.REGRESSED)
-    return first
-
-
 def _compare_metric(
     suite: Suite, metric: str, left: Sequence[Record], right: Sequence[Record]
 ) -> dict[str, Any]:
@@ -177,6 +177,7 @@ def _compare_metric(
         | {
             "limits": result.limits(),
             "higher_is_better": kind.higher_is_better,
+            "off_format": compare_formats(left, right, metric),
             "exit_code": int(result.exit_code),
         }
     )
@@ -230,30 +231,6 @@ def _nothing_compared(suite: Suite) -> dict[str, Any]:
         "noninferiority": "inconclusive",
         "exit_code": int(ExitCode.INCONCLUSIVE),
     }
-
-
-def _cost(baseline: ArmSummary, arm: ArmSummary) -> dict[str, Any]:
-    """What an answer costs in either arm, and the ratios arm / baseline over the same items."""
-    sides = {
-        name: {
-            "output_tokens_per_item": summary.output_tokens / summary.n,
-            "prompt_tokens_per_item": summary.prompt_tokens / summary.n,
-            "seconds_per_item": summary.seconds / summary.n,
-            "output_tokens_per_second": summary.output_tokens / summary.seconds if summary.seconds else None,
-            "latency_seconds": summary.latency_seconds,
-        }
-        for name, summary in (("baseline", baseline), ("arm", arm))
-    }
-    ratios = {
-        "output_tokens": _ratio(arm.output_tokens, baseline.output_tokens),
-        "prompt_tokens": _ratio(arm.prompt_tokens, baseline.prompt_tokens),
-        "seconds": _ratio(arm.seconds, baseline.seconds),
-    }
-    return {**sides, "ratios": ratios}
-
-
-def _ratio(value: float, base: float) -> float | None:
-    return value / base if base else None
 
 
 def _notes(*summaries: ArmSummary) -> list[str]:

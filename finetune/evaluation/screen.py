@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.evaluation.formats import format_line
 from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
 
 _SLICES_SHOWN = 5
@@ -25,6 +26,8 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
             f"  {decisive['fixed']} fixed, {decisive['broken']} broken, {decisive['both_right']} both right, "
             f"{decisive['both_wrong']} both wrong ({decisive['test']}, p = {decisive['p_value']:.3g})"
         )
+    if decisive.get("off_format") is not None:
+        lines.append(f"  {format_line(decisive['off_format'], decisive['n'])}")
     lines.append(f"  verdict: {result['verdict']}")
     if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
         lines.append(f"  {decisive['limits']}")

@@ -97,7 +97,8 @@ def gather_inputs(
 
 
 def _missing_arms(suite: Suite, recipe: Recipe) -> list[Fault]:
-    if "few_shot" in recipe.eval.baselines and suite.few_shot is None:
+    """A suite that claims an improvement needs every baseline; one that only guards is compared with what it has."""
+    if suite.role == "task" and "few_shot" in recipe.eval.baselines and suite.few_shot is None:
         return [
             Fault(
                 f"suite {suite.name} has no few_shot section, but eval.baselines asks for that arm",

@@ -6,15 +6,17 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedSplit, tokenise_rows
 from finetune.digest import digest_bytes, digest_json
 from finetune.evaluation.canary import adapter_sha256, canary_differs
-from finetune.evaluation.compare import combine, compare_folders
-from finetune.evaluation.prompts import build_prompts
+from finetune.evaluation.claims import combine
+from finetune.evaluation.compare import compare_folders
+from finetune.evaluation.cost import Spent
+from finetune.evaluation.prompts import Arm, build_prompts
 from finetune.evaluation.run import evaluate_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
@@ -146,21 +148,25 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
     key = digest_json({"model": source.digest, "dtype": recipe.eval.dtype})
     for data in suites:
         suite = data.suite
+        arms = cast("list[Arm]", suite.baseline_arms(recipe.eval.baselines))
         depends_on = {
             "model": key,
             "suite": suite.digest,
             "items": data.digest,
-            "arms": list(recipe.eval.baselines),
+            "arms": arms,
             "shown": digest_json([row.to_dict() for row in data.few_shot_rows]),
         }
 
         def work(
-            outputs: list[Path], data: SuiteData = data, depends_on: dict[str, Any] = depends_on
+            outputs: list[Path],
+            data: SuiteData = data,
+            arms: list[Arm] = arms,
+            depends_on: dict[str, Any] = depends_on,
         ) -> None:
             store = runs_root() / "baselines" / f"{data.suite.name}-{digest_json(depends_on)[:12]}"
             model = load_model(source, dtype=recipe.eval.dtype, attention="sdpa")
             target = context.folder / "baseline" / data.suite.name
-            for arm in recipe.eval.baselines:
+            for arm in arms:
                 evaluate_arm(
                     model,
                     context.tokenizer,
@@ -178,7 +184,7 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             f"baseline {suite.name}",
             depends_on,
             work,
-            f"baseline: {suite.name}, {len(data.items)} items, {' and '.join(recipe.eval.baselines)}",
+            f"baseline: {suite.name}, {len(data.items)} items, {' and '.join(arms)}",
         )
 
 
@@ -326,20 +332,24 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
             if name.startswith(("baseline ", "evaluate "))
         },
         "suites": [data.suite.digest for data in suites],
+        "correction": recipe.eval.correction,
+        "prices": recipe.eval.prices.model_dump(mode="json"),
         "code": _statistics_digest(),
     }
 
     def work(outputs: list[Path]) -> None:
         results = []
+        spent = Spent(recipe.eval.prices, context.manifest.stages["train"].get("seconds"))
         for data in suites:
             name = data.suite.name
             baseline, tuned = context.folder / "baseline" / name, context.folder / "eval" / name
-            result = compare_folders(data.suite, baseline, recipe.eval.against, tuned)
-            for arm in recipe.eval.baselines:
-                if arm != recipe.eval.against:
+            against = data.suite.baseline_arms([recipe.eval.against])[0]
+            result = compare_folders(data.suite, baseline, against, tuned, spent=spent)
+            for arm in data.suite.baseline_arms(recipe.eval.baselines):
+                if arm != against:
                     result["comparisons"] += compare_folders(data.suite, baseline, arm, tuned)["comparisons"]
             results.append(result)
-        write_json(path, combine(results))
+        write_json(path, combine(results, recipe.eval.correction))
         outputs.append(path)
 
     context.stage("compare", depends_on, work, "compare: item by item")
@@ -350,5 +360,6 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
 def _statistics_digest() -> str:
     """A change of the statistics compares saved answers again, without generating one."""
     root = Path(__file__).parent.parent
-    files = sorted([*(root / "stats").glob("*.py"), *(root / "evaluation").glob("compare.py")])
+    names = ("compare", "claims", "cost", "slicing")
+    files = sorted([*(root / "stats").glob("*.py"), *(root / "evaluation" / f"{name}.py" for name in names)])
     return digest_json([[path.name, digest_bytes(path.read_bytes())] for path in files])

@@ -60,6 +60,32 @@ class BreakEven:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class BreakEvenQueries:
+    """From how many queries a month the tuned model is cheaper than the baseline; None when no volume pays."""
+
+    queries_per_month: float | None
+    fixed_cost_per_month: float
+    saving_per_query: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def break_even_queries(
+    *,
+    tuning_cost: float,
+    amortise_months: float,
+    baseline_query_price: float,
+    tuned_query_price: float,
+    serving_per_month: float = 0.0,
+) -> BreakEvenQueries:
+    """Queries Q with Q·baseline = Q·tuned + serving + tuning / months: fixed cost over the saving on a query."""
+    fixed = serving_per_month + tuning_cost / amortise_months
+    saving = baseline_query_price - tuned_query_price
+    return BreakEvenQueries(fixed / saving if saving > 0 else None, fixed, saving)
+
+
 def break_even(
     *,
     tuning_cost: float,

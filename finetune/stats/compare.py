@@ -39,7 +39,7 @@ from finetune.stats.validate import (
 Verdict = Literal["improved", "no-evidence", "regressed", "inconclusive"]
 Scale = Literal["share", "score"]
 
-_EXIT_CODES: dict[str, ExitCode] = {
+EXIT_CODES: dict[str, ExitCode] = {
     "improved": ExitCode.DONE,
     "no-evidence": ExitCode.NO_EVIDENCE,
     "regressed": ExitCode.REGRESSED,
@@ -90,7 +90,7 @@ class Comparison:
     @property
     def exit_code(self) -> ExitCode:
         """What a command that reports this verdict exits with."""
-        return _EXIT_CODES[self.verdict]
+        return EXIT_CODES[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"notes": list(self.notes), "limits": self.limits()}

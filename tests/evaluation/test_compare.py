@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import ExitCode, UserError
-from finetune.evaluation.compare import combine, compare_folders, compare_records
+from finetune.evaluation.claims import combine
+from finetune.evaluation.compare import compare_folders, compare_records
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record, read_summary, write_arm
 from finetune.evaluation.run import evaluate_arm
@@ -149,7 +150,9 @@ def test_saved_arms_are_compared_with_costs_and_notes(suite: Suite, run_arm: Any
     baseline, tuned = run_arm(suite, "zero_shot"), run_arm(suite, "tuned")
     result = compare_folders(suite, tmp_path, "zero_shot", tmp_path)
     assert result["comparisons"][0]["n"] == 10
-    assert result["cost"]["ratios"]["output_tokens"] == tuned.output_tokens / baseline.output_tokens
+    assert result["cost"]["arm"]["output_tokens_per_item"] == tuned.output_tokens / 10
+    assert result["cost"]["seconds_ratio"] == tuned.seconds / baseline.seconds
+    assert result["cost"]["ratios"]["output_tokens"]["n"] == 10
     assert any("cut at the token limit" in note for note in result["notes"])
     json.dumps(result, allow_nan=False)
 
