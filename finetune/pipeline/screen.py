@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.evaluation.formats import format_line
 from finetune.paths import read_json
 from finetune.units import format_bytes, format_points
 
@@ -17,16 +18,23 @@ _MEANING = {
 
 
 def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
-    """Four facts and where the report is, for a terminal."""
+    """A few facts and where the report is, for a terminal."""
     return "\n".join(
         [
             f"rows     {_rows(read_json(folder / 'data' / 'manifest.json'))}",
             f"memory   {_memory(read_json(folder / 'forecast.json'))}",
             f"effect   {_effect(comparison)}",
+            *_format(comparison),
             f"verdict  {comparison['verdict'].upper()}: {_MEANING[comparison['verdict']]}{_basis(comparison)}",
             f"report   {report}",
         ]
     )
+
+
+def _format(comparison: dict[str, Any]) -> list[str]:
+    """Answers without the form that the decisive metric needs; nothing for a metric that takes any text."""
+    one = decisive(comparison)
+    return [f"format   {format_line(one['off_format'], one['n'])}"] if one.get("off_format") else []
 
 
 def decisive(comparison: dict[str, Any]) -> dict[str, Any]:
