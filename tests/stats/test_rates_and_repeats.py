@@ -8,7 +8,7 @@ from scipy import stats
 
 from finetune.errors import UserError
 from finetune.stats.rates import failure_rate_upper_bound, items_to_prove_rate
-from finetune.stats.repeats import variance_parts
+from finetune.stats.repeats import difference_noise, variance_parts
 
 
 @pytest.mark.parametrize(("n", "bound"), [(30, 0.095), (50, 0.058), (40, 0.072)])
@@ -74,3 +74,43 @@ def test_bad_samples() -> None:
         variance_parts([[1.0], []])
     with pytest.raises(UserError, match="not a finite number"):
         variance_parts([[1.0], [float("nan")]])
+
+
+def test_noise_of_a_difference_says_what_more_repeats_could_gain() -> None:
+    """The promise is checked against the same questions with ten times the repeats."""
+    generator = np.random.default_rng(3)
+    questions = generator.normal(0.05, 0.2, 3000)
+    samples = questions[:, None] + generator.normal(0.0, 0.4, (3000, 40))
+    found = difference_noise(samples[:, :4].tolist())
+    assert found is not None
+    assert found.repeats == 4
+    assert found.sampling_share == pytest.approx(0.04 / 0.08, rel=0.1)
+    assert found.standard_error_floor == pytest.approx(0.2 / np.sqrt(3000), rel=0.1)
+    assert found.narrower_at_most == pytest.approx(1 - np.sqrt(0.5), rel=0.15)
+    more = difference_noise(samples.tolist())
+    assert more is not None
+    assert found.standard_error_floor < more.standard_error < found.standard_error
+
+
+def test_clustered_questions_leave_less_for_repeats_to_gain() -> None:
+    generator = np.random.default_rng(4)
+    clusters = np.repeat(np.arange(100), 5)
+    questions = generator.normal(0.0, 0.3, 100)[clusters]
+    samples = (questions[:, None] + generator.normal(0.0, 0.5, (500, 3))).tolist()
+    alone, together = difference_noise(samples), difference_noise(samples, clusters.tolist())
+    assert alone is not None and together is not None
+    assert together.standard_error > alone.standard_error
+    assert together.narrower_at_most < alone.narrower_at_most
+    assert together.sampling == alone.sampling
+
+
+def test_noise_without_repeats_or_spread() -> None:
+    assert difference_noise([[0.0], [1.0], [0.5]]) is None
+    assert difference_noise([[0.0, 1.0]]) is None
+    assert difference_noise([[0.0, 1.0], [1.0, 0.0]], ["a", "a"]) is None
+    still = difference_noise([[0.5, 0.5]] * 10)
+    assert still is not None
+    assert (still.standard_error, still.sampling_share, still.narrower_at_most) == (0.0, 0.0, 0.0)
+    only_sampling = difference_noise([[1.0, -1.0, 1.0], [1.0, -1.0, -1.0]] * 4)
+    assert only_sampling is not None
+    assert only_sampling.narrower_at_most == 1.0
