@@ -1,15 +1,15 @@
 """Saved answers of one arm: written as they come, continued after a crash, scored from what is saved.
 
-While an arm runs, `<arm>.partial.jsonl` grows line by line behind a first line with the arm's key. When every item
-has an answer, `<arm>.jsonl` (in the suite's order) and `<arm>.summary.json` replace it.
+One record an answer: `item`, `repeat` and `key` say which one. While an arm runs, `<arm>.partial.jsonl` grows line by
+line. When every wanted answer is there, `<arm>.jsonl` (in the suite's order) and `<arm>.summary.json` replace it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """What one arm did on one suite; `<arm>.summary.json` holds the same."""
+    """What one arm did on one suite; `<arm>.summary.json` holds the same.
+
+    n: answers, `repeats` to each item; the n of a metric counts items.
+    """
 
     suite: str
     suite_digest: str
@@ -40,6 +43,7 @@ class ArmSummary:
     prompt_tokens: int
     template_sha256: str
     backend: str = "transformers"
+    repeats: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,17 +92,48 @@ def write_arm(folder: Path, summary: ArmSummary, records: Sequence[Record]) -> N
     partial_path(folder, summary.arm).unlink(missing_ok=True)
 
 
-class PartialRecords:
-    """Append-only answers of an arm that is running. `done` holds those of an earlier try with the same key."""
+def repeat_of(record: Record) -> int:
+    """Which of the item's answers this is, from 0; records from elsewhere may not say."""
+    return int(record.get("repeat", 0))
 
-    def __init__(self, folder: Path, arm: str, key: str) -> None:
+
+@dataclass
+class SavedAnswers:
+    """Answers that need not be given again, by their keys, and the seconds that they took."""
+
+    by_key: dict[str, Record] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def saved_answers(folders: Sequence[Path], arm: str, wanted: Collection[str]) -> SavedAnswers:
+    """The wanted answers in these folders, whether their arm is complete there or was interrupted.
+
+    The first folder that has an answer gives it. Of an arm's working time its share of answers is counted.
+    """
+    found, left = SavedAnswers(), set(wanted)
+    for folder in folders:
+        lines = _partial_lines(partial_path(folder, arm))
+        _take(found, left, [line["record"] for line in lines], lines[-1]["seconds"] if lines else 0.0)
+        if left and summary_path(folder, arm).is_file() and records_path(folder, arm).is_file():
+            _take(found, left, read_jsonl(records_path(folder, arm)), read_summary(folder, arm).seconds)
+    return found
+
+
+def _take(found: SavedAnswers, left: set[str], records: Sequence[Record], seconds: float) -> None:
+    taken = {record["key"]: record for record in records if record.get("key") in left}
+    found.by_key.update(taken)
+    left -= set(taken)
+    found.seconds += seconds * len(taken) / max(len(records), 1)
+
+
+class PartialRecords:
+    """Append-only answers of an arm that is running, behind those that are `known` already."""
+
+    def __init__(self, folder: Path, arm: str, known: SavedAnswers) -> None:
         self._path = partial_path(folder, arm)
-        header, lines = _whole_lines(self._path)
-        kept = lines if header == {"key": key} else []
-        self.done: dict[str, Record] = {line["record"]["item"]: line["record"] for line in kept}
-        self.seconds_before: float = kept[-1]["seconds"] if kept else 0.0
         # Written anew rather than appended to: a line cut off by a crash must not stay in the middle of the file.
-        write_jsonl(self._path, [{"key": key}, *kept])
+        lines = [{"record": record, "seconds": known.seconds} for record in known.by_key.values()]
+        write_jsonl(self._path, lines)
         with disk_faults(self._path):
             self._stream = self._path.open("a", encoding="utf-8")
 
@@ -119,14 +154,12 @@ class PartialRecords:
             os.fsync(self._stream.fileno())
 
 
-def _whole_lines(path: Path) -> tuple[Record | None, list[Record]]:
-    """Header and whole lines; reading stops at the first line that is not whole."""
-    if not path.is_file():
-        return None, []
+def _partial_lines(path: Path) -> list[Record]:
+    """Whole lines of answers; reading stops at the first line that is not whole."""
     lines: list[Record] = []
-    for raw in path.read_bytes().split(b"\n"):
+    for raw in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
             lines.append(json.loads(raw))
         except ValueError:
             break
-    return (lines[0], lines[1:]) if lines else (None, [])
+    return [line for line in lines if "record" in line]

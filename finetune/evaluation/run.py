@@ -12,6 +12,7 @@ from finetune.data.rows import Row
 from finetune.data.tokenise import generation_stop_ids
 from finetune.digest import digest_json
 from finetune.errors import UserError
+from finetune.evaluation.answer_keys import Ask, arm_key, wanted_answers
 from finetune.evaluation.generate import Completion, common_prefix, generate
 from finetune.evaluation.items import Item, items_digest, refuse_duplicates
 from finetune.evaluation.measure import check_choices, measure_choices, measure_texts
@@ -20,12 +21,14 @@ from finetune.evaluation.records import (
     ArmSummary,
     PartialRecords,
     Record,
-    read_records,
+    SavedAnswers,
     read_summary,
+    saved_answers,
     summary_path,
     write_arm,
 )
-from finetune.evaluation.scoring import check_references, rescored, score_records, summarise_arm
+from finetune.evaluation.sampling import Picker, Sampler, greedy, stream_name
+from finetune.evaluation.scoring import check_references, score_records, summarise_arm
 from finetune.evaluation.server import ServerModel, server_answers
 from finetune.evaluation.stopping import stop_rule
 from finetune.evaluation.suite import Suite
@@ -45,15 +48,17 @@ def evaluate_arm(
     key: str,
     adapter_sha256: str | None = None,
     base_model: Any = None,
+    reuse: Sequence[Path] = (),
 ) -> ArmSummary:
-    """Answer every item with one arm and write `<arm>.jsonl` and `<arm>.summary.json` into `out_folder`.
+    """Answer every item with one arm, as often as the suite says, and write `<arm>.jsonl` and `<arm>.summary.json` into `out_folder`.
 
     model: a transformers model, one wrapped by PEFT, or a `ServerModel`. batch_size: rows decoded, or requests sent, at
-    a time. key: digest of the weights, their quantization, the adapter and the compute type. Prompts (with tokenizer, template,
-    system message and examples), decoding and items are added to it here. base_model: the untuned model, only for
-    suites that measure KL against it with a model that carries no adapter.
-    An arm that is complete under its key is not answered again, only scored again; an interrupted one continues after
-    the answers it has; under another key it starts over. Raises UserError before any answer for an empty suite,
+    a time. key: digest of the weights, their quantization, the adapter and the compute type; tokenizer, template, decoding,
+    prompt and repeat are added to it here, answer by answer (see `answer_keys`). base_model: the untuned model, only for
+    suites that measure KL against it with a model that carries no adapter. reuse: folders with answers of the same arm,
+    perhaps to other items.
+    An answer that is saved under its key is not given again, only scored again: an interrupted arm continues, and
+    a suite with more items or repeats asks for those alone. Raises UserError before any answer for an empty suite,
     repeated ids, references that cannot be scored, and prompts that do not fit the context.
     """
     job = _prepare(tokenizer, suite, items, arm, few_shot, key)
@@ -61,22 +66,16 @@ def evaluate_arm(
     if saved is not None:
         return saved
     _check_model(job, model)
-    records, seconds = _answer_all(job, model, base_model, batch_size=batch_size, folder=out_folder)
-    records = score_records(suite, records)
-    summary = summarise_arm(
-        suite,
-        records,
-        arm=arm,
-        seconds=seconds,
-        key=job.key,
-        items_digest=items_digest(items),
+    known = saved_answers([out_folder, *reuse], arm, job.wanted)
+    answers = _answer_all(job, model, base_model, known, batch_size=batch_size, folder=out_folder)
+    return _finish(
+        job,
+        answers,
+        out_folder,
         adapter_sha256=adapter_sha256,
         batch_size=batch_size,
-        template_sha256=digest_json(tokenizer.chat_template),
         backend="server" if isinstance(model, ServerModel) else "transformers",
     )
-    write_arm(out_folder, summary, records)
-    return summary
 
 
 def _check_model(job: _Job, model: Any) -> None:
@@ -101,7 +100,7 @@ def saved_arm(
     out_folder: Path,
     key: str,
 ) -> ArmSummary | None:
-    """The summary of an arm that is complete under this key, scored with the suite as it is now; None when answers are
+    """The summary of an arm that has all its answers saved, scored with the suite as it is now; None when answers are
     missing. Needs no model."""
     return _saved(_prepare(tokenizer, suite, items, arm, few_shot, key), out_folder)
 
@@ -113,7 +112,15 @@ class _Job:
     items: Sequence[Item]
     prompts: Sequence[Prompt]
     arm: Arm
-    key: str
+    asks: Sequence[Ask]
+
+    @property
+    def wanted(self) -> set[str]:
+        return {ask.key for ask in self.asks}
+
+    @property
+    def key(self) -> str:
+        return arm_key(self.asks)
 
 
 def _prepare(
@@ -136,63 +143,94 @@ def _prepare(
     elif suite.task == "choice":
         check_choices(suite.name, items)
     prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot)
-    # The token ids carry tokenizer and template; scorers have no part in what the answers are.
-    full_key = digest_json(
-        {
-            "model": key,
-            "arm": arm,
-            "task": suite.task,
-            "decoding": suite.decoding.model_dump(mode="json"),
-            "items": items_digest(items),
-            "prompts": digest_json([prompt.ids for prompt in prompts]),
-        }
-    )
-    return _Job(tokenizer, suite, items, prompts, arm, full_key)
+    asks = wanted_answers(suite, items, prompts, tokenizer, arm=arm, model_key=key)
+    return _Job(tokenizer, suite, items, prompts, arm, asks)
 
 
 def _saved(job: _Job, folder: Path) -> ArmSummary | None:
     if not summary_path(folder, job.arm).is_file():
         return None
     summary = read_summary(folder, job.arm)
-    if summary.key != job.key:
+    now = (job.key, job.suite.digest, items_digest(job.items))
+    if (summary.key, summary.suite_digest, summary.items_digest) == now:
+        return summary
+    known = saved_answers([folder], job.arm, job.wanted)
+    if len(known.by_key) < len(job.asks):
         return None
-    if summary.suite_digest != job.suite.digest:
-        records, summary = rescored(job.suite, read_records(folder, job.arm), summary)
-        write_arm(folder, summary, records)
+    return _finish(
+        job,
+        known,
+        folder,
+        adapter_sha256=summary.adapter_sha256,
+        batch_size=summary.batch_size,
+        backend=summary.backend,
+    )
+
+
+def _finish(
+    job: _Job,
+    answers: SavedAnswers,
+    folder: Path,
+    *,
+    adapter_sha256: str | None,
+    batch_size: int,
+    backend: str,
+) -> ArmSummary:
+    """Score the answers with the suite and the items as they are now, and write the arm."""
+    records = [
+        _record(job, ask, {name: answers.by_key[ask.key][name] for name in _ANSWER})
+        for ask in job.asks
+        if ask.key in answers.by_key
+    ]
+    records = score_records(job.suite, records)
+    summary = summarise_arm(
+        job.suite,
+        records,
+        arm=job.arm,
+        seconds=answers.seconds,
+        key=job.key,
+        items_digest=items_digest(job.items),
+        adapter_sha256=adapter_sha256,
+        batch_size=batch_size,
+        template_sha256=digest_json(job.tokenizer.chat_template),
+        backend=backend,
+    )
+    write_arm(folder, summary, records)
     return summary
 
 
 def _answer_all(
-    job: _Job, model: Any, base_model: Any, *, batch_size: int, folder: Path
-) -> tuple[list[Record], float]:
-    items = job.items
+    job: _Job, model: Any, base_model: Any, known: SavedAnswers, *, batch_size: int, folder: Path
+) -> SavedAnswers:
+    """The known answers and the missing ones, which are saved as they come."""
     label = f"evaluate {job.suite.name}, {job.arm}"
+    unit = "items" if job.suite.decoding.repeats == 1 else "answers"
+    answers = SavedAnswers(dict(known.by_key), known.seconds)
+    todo = [ask for ask in job.asks if ask.key not in known.by_key]
     with (
-        PartialRecords(folder, job.arm, job.key) as partial,
-        Progress(label, len(items), "items") as progress,
+        PartialRecords(folder, job.arm, known) as partial,
+        Progress(label, len(job.asks), unit) as progress,
     ):
-        done = dict(partial.done)
-        progress.skip(len(done))
-        todo = [index for index, item in enumerate(items) if item.id not in done]
+        progress.skip(len(known.by_key))
         started = time.perf_counter()
-        seconds = partial.seconds_before
         for completion in _answers(job, todo, model, base_model, batch_size):
-            index = todo[completion.index]
-            record = _record(items[index], job.prompts[index], completion, job.arm)
-            seconds = partial.seconds_before + time.perf_counter() - started
-            partial.add(record, seconds)
-            done[items[index].id] = record
+            ask = todo[completion.index]
+            answers.seconds = known.seconds + time.perf_counter() - started
+            answers.by_key[ask.key] = _record(job, ask, _answer(completion))
+            partial.add(answers.by_key[ask.key], answers.seconds)
             progress.advance()
-    return [done[item.id] for item in items], seconds
+    return answers
 
 
 def _answers(
-    job: _Job, todo: Sequence[int], model: Any, base_model: Any, batch_size: int
+    job: _Job, todo: Sequence[Ask], model: Any, base_model: Any, batch_size: int
 ) -> Iterator[Completion]:
-    """The completions of the items `todo`; `Completion.index` is a place in `todo`."""
-    prompts, items = [job.prompts[index] for index in todo], [job.items[index] for index in todo]
+    """The completions of `todo`; `Completion.index` is a place in it."""
+    prompts, items = [job.prompts[ask.place] for ask in todo], [job.items[ask.place] for ask in todo]
+    decoding = job.suite.decoding
+    streams = [stream_name(decoding.seed, job.items[ask.place].id, ask.repeat) for ask in todo]
     if isinstance(model, ServerModel):
-        yield from server_answers(model, prompts, job.suite.decoding, concurrency=batch_size)
+        yield from server_answers(model, prompts, decoding, streams=streams, concurrency=batch_size)
         return
     if job.suite.task == "choice":
         yield from measure_choices(model, job.tokenizer, prompts, items)
@@ -207,7 +245,6 @@ def _answers(
             base_model=base_model,
         )
         return
-    decoding = job.suite.decoding
     rule = stop_rule(
         job.tokenizer,
         max_new_tokens=decoding.max_new_tokens,
@@ -217,7 +254,10 @@ def _answers(
     # Over all items, not only those left, so that a continued run repeats the arithmetic of an uninterrupted one.
     prefix = common_prefix([prompt.ids for prompt in job.prompts])
     ids = [prompt.ids for prompt in prompts]
-    yield from generate(model, ids, rule, batch_size=batch_size, shared_prefix=prefix)
+    pick: Picker = greedy
+    if decoding.is_sampled:
+        pick = Sampler(streams, temperature=decoding.temperature, top_p=decoding.top_p)
+    yield from generate(model, ids, rule, batch_size=batch_size, shared_prefix=prefix, pick=pick)
 
 
 def _stop_ids(tokenizer: Any, model: Any) -> set[int]:
@@ -231,20 +271,33 @@ def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _record(item: Item, prompt: Prompt, completion: Completion, arm: Arm) -> Record:
+_ANSWER = ("output", "output_tokens", "finish_reason", "latency_seconds")
+
+
+def _answer(completion: Completion) -> Record:
+    return {
+        "output": completion.text,
+        "output_tokens": completion.output_tokens,
+        "finish_reason": completion.finish_reason,
+        "latency_seconds": round(completion.latency_seconds, 6),
+    }
+
+
+def _record(job: _Job, ask: Ask, answer: Record) -> Record:
+    """An answer beside the item as it is now."""
+    item, prompt = job.items[ask.place], job.prompts[ask.place]
     record: Record = {
         "item": item.id,
-        "arm": arm,
+        "repeat": ask.repeat,
+        "arm": job.arm,
         "cluster": item.cluster,
         "source": item.source,
         "tags": item.tags,
         "prompt": prompt.text,
-        "reference": item.reference,
-        "output": completion.text,
         "prompt_tokens": len(prompt.ids),
-        "output_tokens": completion.output_tokens,
-        "finish_reason": completion.finish_reason,
-        "latency_seconds": round(completion.latency_seconds, 6),
+        "reference": item.reference,
+        **answer,
         "scores": {},
+        "key": ask.key,
     }
     return record if item.check is None else {**record, "check": item.check}

@@ -13,9 +13,10 @@ import numpy as np
 from finetune.errors import Fault, UserError
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record
+from finetune.evaluation.repeats import answers_by_item, per_item, samples_of
 from finetune.evaluation.scorers.kind import Score
 from finetune.evaluation.suite import Suite
-from finetune.stats import mean_interval
+from finetune.stats import mean_interval, variance_parts
 
 _FAULTS_SHOWN = 5
 
@@ -93,7 +94,10 @@ def _refuse(faults: Sequence[Fault]) -> None:
 def summarise(
     records: Sequence[Record], metrics: Sequence[str], *, confidence: float = 0.95
 ) -> dict[str, dict[str, Any]]:
-    """Metric -> mean with interval, clustered where records share a cluster. No records: null with n = 0."""
+    """Metric -> mean over items with interval, clustered where items share a cluster. No records: null with n = 0.
+
+    Several answers to an item are averaged first; `variance` then says how far they differ among themselves.
+    """
     return {metric: _mean(records, metric, confidence) for metric in metrics}
 
 
@@ -136,6 +140,7 @@ def summarise_arm(
         batch_size=batch_size,
         template_sha256=template_sha256,
         backend=backend,
+        repeats=max(map(len, answers_by_item(records).values()), default=1),
     )
 
 
@@ -161,8 +166,12 @@ def clusters_of(records: Sequence[Record]) -> list[Hashable]:
 def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str, Any]:
     if not records:
         return {"mean": None, "low": None, "high": None, "n": 0, "method": "no items"}
-    interval = mean_interval(scores_of(records, metric), clusters=clusters_of(records), confidence=confidence)
+    every = scores_of(records, metric)
+    items = per_item(records)
+    interval = mean_interval(scores_of(items, metric), clusters=clusters_of(items), confidence=confidence)
     found = interval.to_dict()
+    if len(every) > len(items) > 1:
+        found["variance"] = variance_parts(samples_of(records, metric)).to_dict()
     off = off_format(records, metric)
     if off is not None:
         found["off_format"] = sum(off)

@@ -1,7 +1,8 @@
 """Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, TGI) that the user has started.
 
 The server gets the very token ids that the local decoder would get, so template, system message and BOS are ours and the
-same for both arms. It decodes greedily; what its batching does to near ties is its own, and an A/A run measures it.
+same for both arms. Sampling gets a seed of each answer's own; how far a server keeps to it, and what its batching does to
+near ties, is its own, and an A/A run measures it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.evaluation.generate import Completion
 from finetune.evaluation.prompts import Prompt
+from finetune.evaluation.sampling import server_seed
 from finetune.evaluation.suite import DecodingSection
 
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class ServerAway(UserError):
+    """The server was busy, slow or unreachable at every try; a later one may do better, unlike a refusal."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,11 @@ class ServerModel:
             except urllib.error.HTTPError as error:
                 said = error.read(2000).decode(errors="replace")
                 if error.code not in _RETRIED_STATUS or attempt == self.tries:
-                    raise self._fault(f"answered {error.code}: {said[:300]}") from None
+                    kind = ServerAway if error.code in _RETRIED_STATUS else UserError
+                    raise self._fault(f"answered {error.code}: {said[:300]}", kind) from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if attempt == self.tries:
-                    raise self._fault(f"gave no usable answer: {error}") from None
+                    raise self._fault(f"gave no usable answer: {error}", ServerAway) from None
             time.sleep(self.wait_seconds * 2 ** (attempt - 1))
         raise AssertionError("unreachable: the last try returns or raises")
 
@@ -74,8 +81,8 @@ class ServerModel:
             headers["Authorization"] = f"Bearer {key}"
         return headers
 
-    def _fault(self, what: str) -> UserError:
-        return UserError(
+    def _fault(self, what: str, kind: type[UserError] = UserError) -> UserError:
+        return kind(
             f"the server {what}",
             where=f"{self.url}, model {self.name}",
             fix="check URL, model name and the server's log; answers so far are saved, the same command continues",
@@ -83,32 +90,44 @@ class ServerModel:
 
 
 def server_answers(
-    server: ServerModel, prompts: Sequence[Prompt], decoding: DecodingSection, *, concurrency: int
+    server: ServerModel,
+    prompts: Sequence[Prompt],
+    decoding: DecodingSection,
+    *,
+    streams: Sequence[str],
+    concurrency: int,
 ) -> Iterator[Completion]:
     """Yield the completion of every prompt as it arrives, `concurrency` requests at a time.
 
-    `latency_seconds` is the time of the request. Raises UserError when a request fails for good; the requests that are
+    streams: names of the answers' random numbers (see `stream_name`), for sampling only. `latency_seconds` is the time of the request. Raises UserError when a request fails for good; the requests that are
     under way are waited for, those not yet sent are dropped.
     """
     pool = ThreadPoolExecutor(max_workers=concurrency)
     try:
-        waiting = [pool.submit(_ask, server, prompt, decoding, place) for place, prompt in enumerate(prompts)]
+        waiting = [
+            pool.submit(_ask, server, prompt, decoding, place, stream)
+            for place, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
+        ]
         for done in as_completed(waiting):
             yield done.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _ask(server: ServerModel, prompt: Prompt, decoding: DecodingSection, place: int) -> Completion:
+def _ask(
+    server: ServerModel, prompt: Prompt, decoding: DecodingSection, place: int, stream: str
+) -> Completion:
     started = time.perf_counter()
+    sampling = {"top_p": decoding.top_p, "seed": server_seed(stream)} if decoding.is_sampled else {}
     found = server.post(
         "completions",
         {
             "model": server.name,
             "prompt": prompt.ids if server.sends_tokens else prompt.text,
             "max_tokens": decoding.max_new_tokens,
-            "temperature": 0.0,
+            "temperature": decoding.temperature,
             "n": 1,
+            **sampling,
             **({"stop": decoding.stop} if decoding.stop else {}),
         },
     )

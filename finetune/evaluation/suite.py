@@ -10,27 +10,12 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
+from finetune.evaluation.item_source import DATASET_SPLITS, ItemsSection, RawSection
 from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed
 from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_format, make_scorer, scorer_digest
 from finetune.paths import find_declarative
 from finetune.recipe.schema import Count, Section, Share
 from finetune.recipe.yaml_loader import load_typed
-
-Split = Literal["train", "validation", "test", "regressions"]
-
-
-class ItemsSection(Section):
-    """Where the items come from: a split of a dataset, or a JSONL file of rows."""
-
-    spec: str | None = Field(None, description="Dataset spec: a name under data/ or a path.")
-    split: Split = Field("test", description="Split of the dataset that is asked.")
-    jsonl: str | None = Field(None, description="JSONL of rows (`messages`), relative to the suite.")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ItemsSection:
-        if (self.spec is None) == (self.jsonl is None):
-            raise ValueError("give either spec (with split) or jsonl")
-        return self
 
 
 class ZeroShotSection(Section):
@@ -45,7 +30,10 @@ class FewShotSection(Section):
     k: Count = Field(8, description="Examples shown, as turns before the question.")
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Seed of the draw.")
     system: str | None = Field(None, description="System message; none: that of zero_shot.")
-    split: Split = Field("train", description="Split that the examples are drawn from.")
+    split: str = Field("train", description="Split of the items' dataset that the examples are drawn from.")
+    jsonl: str | None = Field(
+        None, description="JSONL of examples, as an items file, relative to the suite; none: the split."
+    )
     spread_by: str | None = Field(None, description="Tag whose values the examples spread over, e.g. intent.")
 
 
@@ -134,6 +122,11 @@ class Suite(Section):
         "likelihood of the item's reference as a whole.",
     )
     items: ItemsSection
+    prompt_format: Literal["chat", "raw"] = Field(
+        "chat",
+        description="`chat`: the model's chat template; `raw`: the text itself, for base models without one.",
+    )
+    raw: RawSection = Field(default_factory=RawSection)
     zero_shot: ZeroShotSection = Field(default_factory=ZeroShotSection)
     few_shot: FewShotSection | None = Field(None, description="None: the suite has no few-shot arm.")
     decoding: DecodingSection = Field(default_factory=DecodingSection)
@@ -149,8 +142,23 @@ class Suite(Section):
     slices: SlicesSection = Field(default_factory=SlicesSection)
     _path: Path = PrivateAttr(default=Path())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _raw_answers_end(cls, given: Any) -> Any:
+        """A base model goes on to the next example rather than end its turn: that is where its answer ends."""
+        if not isinstance(given, dict) or given.get("prompt_format") != "raw":
+            return given
+        decoding, raw = given.get("decoding") or {}, given.get("raw") or {}
+        if not isinstance(decoding, dict) or not isinstance(raw, dict) or decoding.get("stop"):
+            return given
+        stop = raw.get("example_separator", RawSection().example_separator)
+        return {**given, "decoding": {**decoding, "stop": [stop]}}
+
     @model_validator(mode="after")
     def _metrics_fit(self) -> Suite:
+        shown = self.few_shot
+        if shown is not None and self.items.hub is None and shown.split not in DATASET_SPLITS:
+            raise ValueError(f"few_shot.split: '{shown.split}' is none of {', '.join(DATASET_SPLITS)}")
         names = self.metrics
         if len(set(names)) != len(names):
             raise ValueError(f"scorers: two metrics of one name among {', '.join(names)}; set `metric`")
@@ -196,6 +204,12 @@ class Suite(Section):
         """The JSONL of items, when they are a file."""
         return self._path.parent / self.items.jsonl if self.items.jsonl is not None else None
 
+    @property
+    def files(self) -> list[Path]:
+        """Every file beside the suite that it takes items or examples from."""
+        shown = self.few_shot.jsonl if self.few_shot is not None else None
+        return [self._path.parent / name for name in (self.items.jsonl, shown) if name is not None]
+
     def scorer_of(self, metric: str) -> ScorerKind:
         """The scorer behind a metric of this suite."""
         section = next(one for one in self.scoring if one.name == metric)
@@ -221,8 +235,8 @@ class Suite(Section):
         """
         definition = self.model_dump(mode="json", exclude={"description"})
         definition["code"] = [scorer_digest(one.scorer, one.parameters) for one in self.scoring]
-        if self.items_file is not None:
-            definition["items_file"] = digest_file(self.items_file)
+        if self.files:
+            definition["files"] = [digest_file(path) for path in self.files]
         return digest_json(definition)
 
 
@@ -231,7 +245,14 @@ def load_suite(name: str | Path, *, relative_to: Path | None = None, where: str 
     path = find_declarative("eval", str(name), relative_to=relative_to, where=where)
     suite = load_typed(path, Suite).value
     suite._path = path
-    if suite.items_file is not None and not suite.items_file.is_file():
-        raise UserError(f"no items file {suite.items_file}", where=str(path), fix="mend items.jsonl")
+    for file in suite.files:
+        if not file.is_file():
+            raise UserError(
+                f"no items file {file}", where=str(path), fix="mend items.jsonl or few_shot.jsonl"
+            )
+    if suite.items.made_of_columns:
+        from finetune.evaluation.item_template import check_templates
+
+        check_templates(suite.items, where=str(path))
     suite.score_functions()  # unknown scorers and parameters are faults of the file, found before anything runs
     return suite

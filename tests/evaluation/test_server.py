@@ -125,7 +125,7 @@ def test_a_refusal_is_told_at_once_and_answers_are_kept(
     with pytest.raises(UserError, match="answered 404: no such model") as caught:
         evaluate()
     assert "model mine" in str(caught.value)
-    kept = len(partial_path(tmp_path / "out", "zero_shot").read_text().splitlines()) - 1
+    kept = len(partial_path(tmp_path / "out", "zero_shot").read_text().splitlines())
     asked = len(server.asked)
     server.faults = []
     assert evaluate().n == 10
