@@ -1,20 +1,24 @@
-"""The items of a suite and the rows that its few-shot arm may show, from a dataset build or a JSONL file."""
+"""The items of a suite and the rows that its few-shot arm may show: of a dataset build, a JSONL file, or the hub."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.data.build import build_dataset, default_builds_root
-from finetune.data.rows import Row
+from finetune.data.rows import Row, Side
 from finetune.errors import Fault, UserError
+from finetune.evaluation.item_source import ItemsSection
+from finetune.evaluation.item_template import ColumnFault, item_from_record
 from finetune.evaluation.items import Item, cluster_of, items_digest, items_from_rows, refuse_duplicates
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
 
-_KEYS = frozenset({"id", "messages", "reference", "cluster", "tags", "source", "tools", "check"})
-_REQUIRED = ("id", "messages", "reference")
+_KEYS = frozenset({"id", "messages", "prompt", "reference", "cluster", "tags", "source", "tools", "check"})
+_REQUIRED = ("id", "reference")
+_FAULTS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -45,44 +49,98 @@ def load_suite_data(
     """
     root = builds_root or default_builds_root()
     spec = dataset_spec
-    if suite.items_file is not None:
-        items = read_items(suite.items_file, texts=suite.task == "text")
-        items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in items]
-    else:
-        assert suite.items.spec is not None
+    if suite.items.spec is not None:
         spec = find_declarative(
             "data", suite.items.spec, relative_to=suite.path.parent, where=f"{suite.path}: items.spec"
         )
-        items = items_from_rows(build_dataset(spec, root).rows(suite.items.split), cluster_key=suite.cluster)
+        items = items_from_rows(
+            build_dataset(spec, root).rows(_side(suite.items.split)), cluster_key=suite.cluster
+        )
+    else:
+        items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in _own_items(suite)]
     if not items:
         raise UserError(
             "the suite has no items",
             where=str(suite.path),
-            why=f"nothing is in {suite.items_file or f'split {suite.items.split} of {suite.items.spec}'}",
+            why=f"nothing is in {suite.items_file or f'split {suite.items.split} of {suite.items.spec or suite.items.hub}'}",
             fix="name another split or file under items:",
         )
-    shown: list[Row] = []
-    if suite.few_shot is not None and spec is not None:
-        shown = build_dataset(spec, root).rows(suite.few_shot.split)
-    return SuiteData(suite, tuple(items[:max_items]), tuple(shown))
+    return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, root)))
 
 
-def read_items(path: Path, *, texts: bool = False) -> list[Item]:
-    """Items from JSONL: {"id", "messages", "reference"} and, optionally, "cluster", "tags", "source", "tools", "check".
+def _own_items(suite: Suite) -> list[Item]:
+    """Items of a file beside the suite or of the hub."""
+    texts = suite.task == "text"
+    if suite.items.hub is not None:
+        return _hub_items(suite, suite.items.split)
+    assert suite.items_file is not None
+    return read_items(suite.items_file, texts=texts, section=suite.items)
+
+
+def _hub_items(suite: Suite, split: str) -> list[Item]:
+    from finetune.evaluation.hub_records import hub_records
+
+    section = suite.items
+    records = hub_records(section, split, where=str(suite.path), folder=suite.path.parent)
+    name = f"{section.hub}@{section.revision}"
+    return items_from_records(records, section, source=name, texts=suite.task == "text")
+
+
+def _shown_rows(suite: Suite, spec: Path | None, builds_root: Path) -> list[Row]:
+    """Candidates for the few-shot arm."""
+    shown = suite.few_shot
+    if shown is None:
+        return []
+    if shown.jsonl is not None:
+        return [_row(item) for item in read_items(suite.path.parent / shown.jsonl, section=suite.items)]
+    if suite.items.hub is not None:
+        return [_row(item) for item in _hub_items(suite, shown.split)]
+    return build_dataset(spec, builds_root).rows(_side(shown.split)) if spec is not None else []
+
+
+def _row(item: Item) -> Row:
+    """An item with its answer, as a row that can be shown."""
+    answer = {"role": "assistant", "content": item.reference}
+    return Row(
+        id=item.id,
+        messages=(*item.messages, answer),
+        group=item.cluster,
+        source=item.source,
+        tags=item.tags,
+        tools=item.tools,
+    )
+
+
+def _side(split: str) -> Side:
+    for side in ("train", "validation", "test", "regressions"):
+        if split == side:
+            return side
+    raise AssertionError(f"the schema lets no split '{split}' of a dataset build through")
+
+
+def read_items(path: Path, *, texts: bool = False, section: ItemsSection | None = None) -> list[Item]:
+    """Items from JSONL: {"id", "messages" or "prompt", "reference"} and, optionally, "cluster", "tags", "source", "tools",
+    "check"; or, where the suite's `items` section has templates, any columns.
 
     texts: the reference alone is the item, as in suites with `task: text`; there are no messages then.
     """
+    lines = read_jsonl(path)
+    if section is not None and section.made_of_columns:
+        return items_from_records(lines, section, source=path.stem, texts=texts, where=str(path))
     items: list[Item] = []
     faults: list[Fault] = []
-    for number, line in enumerate(read_jsonl(path), start=1):
+    for number, line in enumerate(lines, start=1):
         problem = _problem(line, texts)
         if problem:
             faults.append(Fault(problem, where=f"{path}: item number {number}"))
             continue
+        asked = (
+            [{"role": "user", "content": line["prompt"]}] if "prompt" in line else line.get("messages", ())
+        )
         items.append(
             Item(
                 id=str(line["id"]),
-                messages=tuple(line.get("messages", ())),
+                messages=tuple(asked),
                 reference=line["reference"],
                 cluster=str(line.get("cluster", line["id"])),
                 source=str(line.get("source", path.stem)),
@@ -97,11 +155,39 @@ def read_items(path: Path, *, texts: bool = False) -> list[Item]:
     return items
 
 
+def items_from_records(
+    records: Iterable[Any],
+    section: ItemsSection,
+    *,
+    source: str,
+    texts: bool = False,
+    where: str = "",
+) -> list[Item]:
+    """One item a record, by the templates of `section`. Raises UserError naming the first records that lack a field."""
+    items: list[Item] = []
+    faults: list[Fault] = []
+    for number, record in enumerate(records):
+        place = f"{where or source}: record number {number + 1}"
+        if not isinstance(record, Mapping):
+            faults.append(Fault("the line is not a JSON object", place))
+            continue
+        try:
+            items.append(item_from_record(record, section, number=number, source=source, texts=texts))
+        except ColumnFault as fault:
+            faults.append(Fault(str(fault), place, fix="correct the suite's items section"))
+    if len(faults) > _FAULTS_SHOWN:
+        faults = [*faults[:_FAULTS_SHOWN], Fault(f"{len(faults) - _FAULTS_SHOWN} more records make no item")]
+    if faults:
+        raise UserError(faults)
+    refuse_duplicates([item.id for item in items], where or source)
+    return items
+
+
 def _problem(line: Any, texts: bool) -> str:
     """What is wrong with one line; empty when nothing is."""
     if not isinstance(line, dict):
         return "the line is not a JSON object"
-    missing = [key for key in _REQUIRED if key not in line and not (texts and key == "messages")]
+    missing = [key for key in _REQUIRED if key not in line]
     unknown = sorted(set(line) - _KEYS)
     if missing:
         return f"no '{missing[0]}'"
@@ -109,8 +195,13 @@ def _problem(line: Any, texts: bool) -> str:
         return f"unknown key '{unknown[0]}'"
     if not isinstance(line["reference"], str):
         return "'reference' is not text"
+    asked = [key for key in ("messages", "prompt") if key in line]
     if texts:
-        return "a text has no 'messages'" if "messages" in line else ""
+        return f"a text has no '{asked[0]}'" if asked else ""
+    if len(asked) != 1:
+        return "give either 'messages' or 'prompt'" if asked else "no 'messages'"
+    if "prompt" in line:
+        return "" if isinstance(line["prompt"], str) and line["prompt"] else "'prompt' is not text"
     messages = line["messages"]
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
         return "'messages' must be a list of {role, content}"

@@ -41,7 +41,7 @@ def test_every_shipped_suite_loads(name: str) -> None:
         ("slot_f1]", "exact_match]", "two metrics of one name"),
         ("slot_f1]", "{scorer: slot_f1, parameters: {x: 1}}]", "takes no parameters"),
         ("{jsonl: items.jsonl}", "{jsonl: gone.jsonl}", "no items file"),
-        ("{jsonl: items.jsonl}", "{split: test}", "either spec (with split) or jsonl"),
+        ("{jsonl: items.jsonl}", "{split: test}", "one of spec (with split), jsonl, hub"),
         ("margin: 0.02", "margin: 2", "margin"),
     ],
 )
