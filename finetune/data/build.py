@@ -14,10 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from finetune.data import jsonl_source
 from finetune.data.leaks import find_leaks
+from finetune.data.read import Reject, check_reject_rate, iter_rows, source_files
 from finetune.data.rows import SIDES, Ledger, Progress, Row, Side
-from finetune.data.spec import DatasetSpec, HomeIntentsSource
+from finetune.data.spec import DatasetSpec
+from finetune.data.spec_source import FilesSource, HomeIntentsSource
 from finetune.data.split import require_train, select_rows, split_rows
 from finetune.digest import digest_bytes, digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
@@ -155,8 +156,28 @@ def _read_source(
         from finetune.data import home_intents  # parses a grammar: only when asked for
 
         return list(home_intents.sample_rows(spec.source, spec.seed, ledger, on_progress))
-    rows = list(jsonl_source.read_rows(spec.source, spec_path.parent, ledger, ignored_keys, on_progress))
-    jsonl_source.check_reject_rate(spec.source, ledger, str(spec_path))
+    assert isinstance(spec.source, FilesSource)
+    return _read_files(spec.source, spec_path, ledger, ignored_keys, on_progress)
+
+
+def _read_files(
+    source: FilesSource, spec_path: Path, ledger: Ledger, ignored_keys: Counter[str], on_progress: Progress
+) -> list[Row]:
+    rows: list[Row] = []
+    rejects: list[Reject] = []
+    files = source_files(source, spec_path.parent)
+    for number, file in enumerate(files):
+        on_progress(number / len(files))
+        for found in iter_rows(file, source, ignored_keys=ignored_keys):
+            ledger.read += 1
+            if isinstance(found, Reject):
+                rejects.append(found)
+                ledger.quarantine(**found.to_dict())
+            else:
+                rows.append(found)
+    on_progress(1.0)
+    names = [file.name for file in files]
+    check_reject_rate(source, ledger.read, len(rejects), rejects[:5], names, str(spec_path))
     return rows
 
 
@@ -166,22 +187,8 @@ def _source_inputs(spec: DatasetSpec, spec_folder: Path) -> dict[str, Any]:
         from finetune.data import home_intents
 
         return {"packages": home_intents.source_versions()}
-    files = jsonl_source.source_paths(spec.source, spec_folder)
-    folders = [str(path) for path in files.values() if path.is_dir()]
-    if folders:
-        raise UserError(
-            f"a folder, not a file: {', '.join(folders)}",
-            where="source.files",
-            fix="name the files in it, one by one",
-        )
-    missing = [str(path) for path in files.values() if not path.is_file()]
-    if missing:
-        raise UserError(
-            f"no such file: {', '.join(missing)}",
-            where="source.files",
-            fix="correct the path; relative paths are taken from the folder of the spec",
-        )
-    return {"files": {name: digest_file(path) for name, path in files.items()}}
+    assert isinstance(spec.source, FilesSource)
+    return {"files": {file.name: digest_file(file.path) for file in source_files(spec.source, spec_folder)}}
 
 
 def _no_progress(share: float) -> None:
@@ -199,9 +206,13 @@ def _spec_digest(spec: DatasetSpec) -> str:
 
 def _code_digest(package: Path = Path(__file__).parent) -> str:
     """Of the modules of this package that decide the rows, so that a changed reader never finds an old build."""
-    modules = sorted(package.glob("*.py"))
+    modules = sorted(package.rglob("*.py"))
     return digest_json(
-        [[path.name, digest_bytes(path.read_bytes())] for path in modules if path.name not in _DOWNSTREAM]
+        [
+            [path.relative_to(package).as_posix(), digest_bytes(path.read_bytes())]
+            for path in modules
+            if path.name not in _DOWNSTREAM
+        ]
     )
 
 

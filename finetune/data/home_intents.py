@@ -20,7 +20,7 @@ from hassil.intents import IntentData, Intents, SlotList, TextSlotList, Wildcard
 from hassil.recognize import recognize_best
 
 from finetune.data.rows import Ledger, Progress, Row
-from finetune.data.spec import HomeIntentsSource
+from finetune.data.spec_source import HomeIntentsSource
 from finetune.data.template_walk import TemplateWalk, Utterance
 from finetune.digest import digest_bytes
 from finetune.errors import Fault, UserError, did_you_mean

@@ -7,42 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from finetune.data.rows import Side
+from finetune.data.spec_source import Source
 from finetune.recipe.schema import Count, Section, Share
-
-Words = Annotated[list[str], Field(min_length=1)]
-
-
-class HomeIntentsSource(Section):
-    """Utterances sampled from the sentence templates of the `home-assistant-intents` package."""
-
-    kind: Literal["home_intents"]
-    language: str = Field("en", description="Language code of the package.")
-    system: str | None = Field(None, description="System message of every row; none: no system message.")
-    rows_per_template: Count = Field(4, description="Recognised utterances wanted from each template.")
-    min_rows_per_intent: Count = Field(
-        40, description="Intents with few templates draw more from each, up to this many in all."
-    )
-    optional_share: Share = Field(0.5, description="Chance that an optional part is spoken.")
-    number_words_share: Share = Field(0.1, description="Chance that a number is spoken as words.")
-    areas: Words = Field(description="Values of {area}.")
-    floors: Words = Field(description="Values of {floor}.")
-    names: dict[str, Words] = Field(description="Values of {name}, by the domain of the device.")
-    phrases: dict[str, Words] = Field(
-        default_factory=dict, description="Values of each open (wildcard) list, by list name."
-    )
-
-
-class JsonlSource(Section):
-    """Rows of the user's own, one JSON object a line: `messages`, or `prompt` and `completion`."""
-
-    kind: Literal["jsonl"]
-    files: Words = Field(description="Paths, relative to the spec; gzip is recognised by content.")
-    system: str | None = Field(None, description="System message put before rows that have none.")
-    group_by: str | None = Field(
-        None, description="Key whose rows stay on one side; none: the prompt, case and spaces folded."
-    )
-    tags: list[str] = Field(default_factory=list, description="Keys kept as tags of the row.")
-    max_reject_rate: Share = Field(0.01, description="The build fails when more rows than this are faulty.")
 
 
 def _default_shares() -> dict[Side, float]:
@@ -84,9 +50,6 @@ class SelectSection(Section):
     balance_power: Share = Field(
         1.0, description="Rows of a value grow with its groups to this power: 0 all alike, 1 proportional."
     )
-
-
-Source = Annotated[HomeIntentsSource | JsonlSource, Field(discriminator="kind")]
 
 
 class DatasetSpec(Section):

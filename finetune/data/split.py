@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import re
-import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
+from finetune.data.fold import fold_turns
 from finetune.data.rows import SIDES, SIDES_BY_PRECEDENCE, Ledger, Row, Side
 from finetune.data.spec import SelectSection, SplitSection
 from finetune.digest import canonical_json, digest_bytes
 from finetune.errors import UserError
 
-_SPACES = re.compile(r"\s+")
 _HASH_BITS = 64
 
 
@@ -26,29 +23,7 @@ def salted_hash(salt: str, key: str) -> int:
 
 def normalised_prompt(row: Row) -> str:
     """All before the last answer, with case, compatibility forms and white space folded: 'the same prompt'."""
-    return _fold_turns(row.prompt)
-
-
-def normalised_opening(messages: Sequence[Mapping[str, Any]]) -> str:
-    """All before the first answer to a user, folded like a prompt: the same in every continuation of a conversation.
-
-    Rows grouped by their opening share no prompt across sides, neither as a whole row nor as an earlier turn.
-    """
-    asked = False
-    for index, turn in enumerate(messages):
-        if asked and turn["role"] == "assistant":
-            return _fold_turns(messages[:index])
-        asked = asked or turn["role"] == "user"
-    return _fold_turns(messages)
-
-
-def _fold_turns(turns: Sequence[Mapping[str, Any]]) -> str:
-    return fold_text("\x01".join(f"{turn['role']}\x00{turn.get('content') or ''}" for turn in turns))
-
-
-def fold_text(text: str) -> str:
-    """Unicode NFKC, case folded, runs of white space as one space."""
-    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
+    return fold_turns(row.prompt)
 
 
 def assign_sides(strata: Mapping[str, str], split: SplitSection) -> dict[str, Side]:

@@ -19,7 +19,7 @@ from hassil.parse_expression import parse_sentence
 from finetune.data.build import DatasetBuild, build_dataset, load_spec
 from finetune.data.home_intents import list_templates, load_home, sample_rows, target_json
 from finetune.data.rows import SIDES, Ledger, Row
-from finetune.data.spec import HomeIntentsSource
+from finetune.data.spec_source import HomeIntentsSource
 from finetune.data.template_walk import TemplateWalk
 from finetune.errors import UserError
 from finetune.paths import shipped_root

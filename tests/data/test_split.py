@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.build import DatasetBuild
+from finetune.data.fold import fold_text, normalised_opening
 from finetune.data.leaks import find_leaks
 from finetune.data.rows import SIDES, Ledger, Row, Side
 from finetune.data.spec import SelectSection, SplitSection
 from finetune.data.split import (
     assign_sides,
-    fold_text,
-    normalised_opening,
     normalised_prompt,
     select_rows,
     split_rows,

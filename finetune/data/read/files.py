@@ -1,0 +1,117 @@
+"""The files of a source: names, folders and globs of the spec expanded in a stable order, each with its nature."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.data.read.sniff import Nature, format_of_name, sniff
+from finetune.data.spec_source import FilesSource, Format, RowsSource
+from finetune.errors import Fault, UserError, nearest
+
+_GLOB_CHARACTERS = frozenset("*?[")
+Where = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file to read. `name` is how users know it: as written in the spec, or the path from the spec's folder."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    nature: Nature
+
+    @property
+    def format(self) -> Format:
+        """Of the content."""
+        return self.nature.format
+
+
+def source_files(
+    source: FilesSource, spec_folder: Path, *, where: Where = lambda key: key
+) -> list[SourceFile]:
+    """The files of a source, each once: entries in the order of the spec, what an entry expands to in order of name.
+
+    `where` gives the place of a dotted key in the spec (`Loaded.where`). Raises UserError with all that are missing, and
+    for files that cannot be read as rows.
+    """
+    found: dict[Path, str] = {}
+    faults: list[Fault] = []
+    for entry in source.files:
+        try:
+            for name, path in _expand(entry, spec_folder):
+                found.setdefault(path.resolve(), name)
+        except _NothingThereError as missing:
+            faults.append(Fault(str(missing), where("source.files"), "", missing.remedy))
+    if faults:
+        raise UserError(faults)
+    return [_described(name, path, source) for path, name in found.items()]
+
+
+def _described(name: str, path: Path, source: RowsSource) -> SourceFile:
+    return SourceFile(name, path, path.stat().st_size, sniff(path, source))
+
+
+class _NothingThereError(Exception):
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def _expand(entry: str, spec_folder: Path) -> Iterator[tuple[str, Path]]:
+    path = spec_folder / Path(entry).expanduser()
+    if path.is_file():
+        yield entry, path
+    elif path.is_dir():
+        yield from _in_folder(entry, path)
+    elif _GLOB_CHARACTERS & set(entry):
+        files = sorted(match for match in _matches(path) if match.is_file())
+        if not files:
+            raise _NothingThereError(
+                f"no file matches {path}", "correct the pattern; ** stands for any folders"
+            )
+        yield from ((_shown(match, entry, spec_folder), match) for match in files)
+    else:
+        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest(path.name, siblings)
+        hint = f"did you mean '{near}'? " if near else ""
+        raise _NothingThereError(
+            f"no such file: {path}",
+            f"{hint}correct the path; relative paths are taken from the folder of the spec",
+        )
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """The paths that a pattern with a fixed beginning matches."""
+    fixed = next(index for index, part in enumerate(pattern.parts) if _GLOB_CHARACTERS & set(part))
+    return Path(*pattern.parts[:fixed]).glob(str(Path(*pattern.parts[fixed:])))
+
+
+def _in_folder(entry: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and format_of_name(path.name) not in (None, "text") and not _hidden(path, folder)
+    )
+    if not files:
+        raise _NothingThereError(
+            f"no files of rows in the folder {folder}",
+            "name files of another ending, such as texts, one by one or with a pattern: folder/*.txt",
+        )
+    for path in files:
+        yield f"{entry.rstrip('/')}/{path.relative_to(folder).as_posix()}", path
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+
+
+def _shown(path: Path, entry: str, spec_folder: Path) -> str:
+    return (
+        str(path)
+        if Path(entry).expanduser().is_absolute()
+        else Path(os.path.relpath(path, spec_folder)).as_posix()
+    )

@@ -1,0 +1,64 @@
+"""The JSON object in some bytes, exactly as written, or the reason why there is none.
+
+orjson parses and infers nothing ("42", "007" and "2024-01-05" stay text). What it would change in silence — repeated
+keys, integers beyond 64 bits — is parsed again by the strict rules below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import orjson
+
+from finetune.data.read.record import RowError
+
+_ESCAPED_COLON = re.compile(rb"\\u003[aA]")
+_DIGITS_ALIKE = bytes(ord("0") if chr(value).isdigit() and value < 128 else value for value in range(256))
+_LONG_INTEGER = b"0" * 19  # after every digit has become a zero; the longest of 64 bits have 19 or 20
+_NO_ROW = {None: "null", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises RowError for broken JSON, NaN and infinities, text that is not Unicode (a lone surrogate, bytes that are
+    not UTF-8), a repeated key, nesting beyond 250 levels, and anything that is not an object.
+    """
+    parsed = parse_value(raw)
+    if not isinstance(parsed, dict):
+        kind = "null" if parsed is None else _NO_ROW.get(type(parsed), type(parsed).__name__)
+        raise RowError(f"a row must be a JSON object, this is a {kind}")
+    return parsed
+
+
+def parse_value(raw: bytes) -> Any:
+    """Any JSON value, under the same rules."""
+    try:
+        parsed = orjson.loads(raw)
+        if _may_be_changed(raw, parsed):
+            parsed = json.loads(raw, object_pairs_hook=_object_of_pairs)
+    except (RecursionError, orjson.JSONEncodeError):  # orjson writes fewer levels than it reads
+        raise RowError("not valid JSON: nested too deeply") from None
+    except RowError:
+        raise
+    except ValueError as error:
+        raise RowError(f"not valid JSON: {error}") from None
+    return parsed
+
+
+def _may_be_changed(raw: bytes, parsed: Any) -> bool:
+    """Whether orjson may have dropped a repeated key (then colons are missing) or rounded a long integer."""
+    if _ESCAPED_COLON.search(raw) or _LONG_INTEGER in raw.translate(_DIGITS_ALIKE):
+        return True
+    return raw.count(b":") != orjson.dumps(parsed).count(b":")
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"the key '{repeated}' is written twice in one object")
+    return made

@@ -1,0 +1,250 @@
+"""What a file is: its compression, format, encoding and delimiter, told from its content first and its name second."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from finetune.data.read.streams import BREAKS, CHUNK_BYTES, compression_of, open_file, open_plain
+from finetune.data.spec_source import Format, RowsSource
+from finetune.errors import UserError, did_you_mean
+
+HEAD_BYTES = 1 << 18
+NAMED_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+COMPRESSED_NAMES = frozenset({".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz"})
+_TABLES: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+_REFUSED = {
+    b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it, or save it as CSV",
+    b"SQLite format 3": "an SQLite database; export the table as CSV",
+    b"%PDF": "a PDF document; extract its text",
+    b"\x89HDF": "an HDF5 file; export it as Parquet",
+    b"\x93NUMPY": "a NumPy array; write its rows as JSON lines",
+    b"\x80\x04\x95": "a Python pickle, which could run code; write its rows as JSON lines",
+    b"\x80\x05\x95": "a Python pickle, which could run code; write its rows as JSON lines",
+}
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+    codecs.BOM_UTF8: "utf-8",
+}
+_DELIMITERS = ",;\t|"
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """How a file is to be read; `encoding` is '' for formats that are not text."""
+
+    format: Format
+    compression: str
+    encoding: str
+    delimiter: str
+
+
+def format_of_name(name: str) -> Format | None:
+    """The format that a file's name promises, with the name of a compression taken off."""
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED_NAMES:
+        suffixes.pop()
+    return NAMED_FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def sniff(path: Path, source: RowsSource) -> Nature:
+    """The nature of a file; what the spec states is taken, and checked against the content.
+
+    Raises UserError for files that cannot be read, formats that are none of ours, and an unknown encoding.
+    """
+    head, compression = read_head(path)
+    stated = None if source.format == "auto" else source.format
+    binary = b"\0" in head
+    for magic, what in _REFUSED.items():
+        if head.startswith(magic) and (binary or stated is None):
+            kind, _, remedy = what.partition("; ")
+            raise UserError(f"{path} is {kind}, not a file of rows", fix=remedy)
+    table = next((name for magic, name in _TABLES.items() if binary and head.startswith(magic)), None)
+    if table is not None:
+        return _table(path, table, stated, compression)
+    encoding = _encoding(path, head, source.encoding)
+    decoded = head.decode(encoding, errors="replace").removeprefix("\ufeff")
+    format_ = stated or _text_format(path, decoded)
+    if format_ in ("parquet", "arrow"):
+        raise UserError(
+            f"{path} is called {format_} and is not: its first bytes are {head[:8]!r}",
+            fix="name its real format in source.format, or fetch the file again",
+        )
+    if format_ in ("csv", "tsv", "text") and source.encoding == "auto" and encoding == "utf-8":
+        encoding = _eight_bit(path, compression)
+        decoded = head.decode(encoding, errors="replace").removeprefix("\ufeff")
+    return Nature(format_, compression, encoding, _delimiter(format_, source, decoded))
+
+
+def read_head(path: Path) -> tuple[bytes, str]:
+    """The first decompressed bytes of a file, as far as they can be read, and its compression."""
+    with open_file(path) as stream:
+        compression = compression_of(stream.read(8))
+    parts: list[bytes] = []
+    with open_plain(path, compression) as plain:
+        try:
+            while sum(map(len, parts)) < HEAD_BYTES and (part := plain.read(HEAD_BYTES // 8)):
+                parts.append(part)
+        except BREAKS:
+            pass  # the reader of the rows reports where it breaks off
+    return b"".join(parts), compression
+
+
+def _table(path: Path, found: Format, stated: Format | None, compression: str) -> Nature:
+    if stated is not None and stated != found:
+        raise UserError(f"{path} is {found}, not {stated}", fix=f"source.format: {found}, or leave it out")
+    if compression:
+        raise UserError(
+            f"{path} is {found} inside {compression}, and can only be read from its end",
+            fix="unpack it; such files are compressed inside already",
+        )
+    return Nature(found, "", "", "")
+
+
+def _encoding(path: Path, head: bytes, stated: str) -> str:
+    """Exact encoding: a byte order mark decides, then what is stated, then zero bytes where ASCII would have them."""
+    for mark, name in _MARKS.items():
+        if head.startswith(mark):
+            return name
+    if stated == "auto":
+        return _by_zeros(head) or "utf-8"
+    try:
+        name = codecs.lookup(stated).name
+    except LookupError:
+        known = (
+            "utf-8",
+            "utf-16",
+            "utf-32",
+            "cp1252",
+            "latin-1",
+            "shift_jis",
+            "gb18030",
+            "big5",
+            "euc-kr",
+            "koi8-r",
+        )
+        raise UserError(
+            f"source.encoding is '{stated}', which is no encoding", fix=did_you_mean(stated, known)
+        ) from None
+    if name in ("utf-16", "utf-32"):
+        return _by_zeros(head) or f"{name}-le"
+    return "utf-8" if name == "utf-8-sig" else name
+
+
+def _by_zeros(head: bytes) -> str | None:
+    """UTF-16 without byte order mark: the first line feed, brace or letter is followed or preceded by a zero byte."""
+    sample = head[: min(len(head), 4096) // 2 * 2]
+    pairs = len(sample) // 2
+    if pairs == 0:
+        return None
+    even, odd = sample[::2].count(0), sample[1::2].count(0)
+    if odd > pairs // 3 and even == 0:
+        return "utf-16-le"
+    return "utf-16-be" if even > pairs // 3 and odd == 0 else None
+
+
+def _eight_bit(path: Path, compression: str) -> str:
+    """'utf-8', or 'cp1252' for a file that is not UTF-8 and has no character beyond ASCII written as UTF-8 anywhere.
+
+    The whole file is looked at, so that the answer does not depend on where its first accent stands.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
+    faulty = False
+    with open_plain(path, compression) as stream:
+        try:
+            while chunk := stream.read(CHUNK_BYTES):
+                if chunk.isascii() and not decoder.getstate()[0]:
+                    continue
+                text = decoder.decode(chunk)
+                if not text.isascii():
+                    return "utf-8"
+                faulty = faulty or len(text) != len(chunk)
+            faulty = faulty or bool(decoder.getstate()[0])
+        except BREAKS:
+            pass
+    return "cp1252" if faulty else "utf-8"
+
+
+def _text_format(path: Path, head: str) -> Format:
+    named = format_of_name(path.name)
+    if named in ("csv", "tsv", "text"):
+        return named
+    start = head.lstrip()[:1]
+    if named is not None or start in ("{", "["):
+        return _json_format(head, start, named)
+    raise UserError(
+        f"cannot tell the format of {path} from its name or content",
+        fix="name it in source.format: jsonl, json, csv, tsv, parquet, arrow or text",
+    )
+
+
+def _json_format(head: str, start: str, named: Format | None) -> Format:
+    """`json` for one document over many lines or several objects on a line, `jsonl` when lines are objects.
+
+    Of the whole lines at the start of the file, at least half must be objects for `jsonl`: in a document with a value a
+    line the brackets and commas between them are none.
+    """
+    if start not in ("{", "["):
+        return named if named in ("jsonl", "json") else "jsonl"
+    lines = [line for line in head.split("\n") if line.strip()]
+    if len(head) >= HEAD_BYTES // 2 and len(lines) > 1:
+        lines.pop()  # cut by the end of the sample
+    objects = sum(map(_is_object, lines))
+    if named == "json" and len(lines) == 1 and objects == 1:
+        return "json"  # one object: a row, or a document whose rows are under a key
+    if len(lines) == 1 and objects == 0 and len(head) >= HEAD_BYTES // 2 and start == "{":
+        return named or "jsonl"  # a first line longer than the sample
+    return "jsonl" if objects * 2 >= len(lines) else "json"
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _delimiter(format_: Format, source: RowsSource, head: str) -> str:
+    if format_ not in ("csv", "tsv"):
+        return ""
+    if source.delimiter != "auto":
+        return {"tab": "\t", "\\t": "\t"}.get(source.delimiter, source.delimiter)
+    return "\t" if format_ == "tsv" else _best_delimiter(head)
+
+
+def _best_delimiter(head: str) -> str:
+    """The character that cuts the header and the most of the first rows into the same number of columns, at least two."""
+    best, best_score = ",", (0.0, 0)
+    for delimiter in _DELIMITERS:
+        rows: list[list[str]] = []
+        with contextlib.suppress(csv.Error):  # judged by the rows before it
+            rows.extend(row for row in csv.reader(io.StringIO(head, newline=""), delimiter=delimiter) if row)
+        if not rows or len(rows[0]) < 2:
+            continue
+        width = len(rows[0])
+        alike = sum(len(row) == width for row in rows[:100]) / min(len(rows), 100)
+        if (round(alike, 1), width) > best_score:
+            best, best_score = delimiter, (round(alike, 1), width)
+    return best

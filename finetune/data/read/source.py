@@ -1,0 +1,92 @@
+"""A source's rows, read one by one; a faulty one is a Reject with file, line, byte, reason and raw text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from finetune.data.read.files import SourceFile
+from finetune.data.read.json_lines import Range, read_json_lines, split_lines
+from finetune.data.read.record import Record, Reject, RowError, reject
+from finetune.data.read.row_maker import RowMaker
+from finetune.data.rows import Row
+from finetune.data.spec_source import RowsSource
+from finetune.errors import Fault, UserError
+
+
+def iter_rows(
+    file: SourceFile,
+    source: RowsSource,
+    *,
+    within: Range | None = None,
+    ignored_keys: Counter[str] | None = None,
+) -> Iterator[Row | Reject]:
+    """Every row of a file, or of a range of it, in file order and constant memory: a Row or the Reason there is none.
+
+    `ignored_keys` counts the keys that were read past. Rows of all ranges of `split_ranges` are the rows of the file.
+    """
+    make = RowMaker(source, file.name, Counter() if ignored_keys is None else ignored_keys)
+    for found in iter_records(file, source, within):
+        if isinstance(found, Reject):
+            yield found
+            continue
+        try:
+            row = make(found)
+        except RowError as fault:
+            yield reject(file.name, found.line, found.byte, fault, found.raw)
+            continue
+        yield row
+
+
+def iter_records(
+    file: SourceFile, source: RowsSource, within: Range | None = None
+) -> Iterator[Record | Reject]:
+    """The rows of a file as its format has them, before their shape is looked at."""
+    return read_json_lines(file, within)
+
+
+def split_ranges(file: SourceFile, n_bytes: int) -> list[Range | None]:
+    """Parts of a file of about `n_bytes` that can be read by themselves, in order; [None] is the file as a whole.
+
+    Only JSON lines in plain UTF-8 are divided; all other files are one part.
+    """
+    nature = file.nature
+    if nature.format == "jsonl" and nature.encoding == "utf-8" and not nature.compression:
+        return list(split_lines(file, n_bytes))
+    return [None]
+
+
+def check_reject_rate(
+    source: RowsSource, read: int, quarantined: int, first: list[Reject], names: list[str], where: str
+) -> None:
+    """Raise UserError, with the `first` rejects, when too many rows are faulty or when there is no row at all."""
+    if read == 0:
+        raise UserError(
+            f"the dataset is empty: no rows in {', '.join(names)}",
+            where=where,
+            fix="name files that hold rows in source.files; finetune data inspect FILE says what is in one",
+        )
+    rate = quarantined / read
+    if rate <= source.max_reject_rate and quarantined < read:
+        return
+    shown = [Fault(entry.reason, f"{entry.source}:{entry.line} (byte {entry.byte})") for entry in first]
+    raise UserError(
+        [
+            Fault(
+                f"{quarantined} of {read} rows are faulty ({rate:.1%}); at most {source.max_reject_rate:.1%} may be",
+                where,
+                f"the first {len(shown)} follow" if len(shown) < quarantined else "",
+                _remedy(first),
+            ),
+            *shown,
+        ]
+    )
+
+
+def _remedy(first: list[Reject]) -> str:
+    if first and first[0].line == 1 and first[0].raw.strip() in ("[", "{"):
+        return "the file looks like one JSON document over many lines; set source.format: json"
+    return (
+        "mend the rows, or raise source.max_reject_rate to leave them out; "
+        "finetune data inspect FILE says what shape the rows have"
+    )

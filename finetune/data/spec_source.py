@@ -1,0 +1,112 @@
+"""The `source` section of a dataset spec: where the rows come from and what their keys mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe.schema import Count, Section, Share
+
+Words = Annotated[list[str], Field(min_length=1)]
+
+
+class HomeIntentsSource(Section):
+    """Utterances sampled from the sentence templates of the `home-assistant-intents` package."""
+
+    kind: Literal["home_intents"]
+    language: str = Field("en", description="Language code of the package.")
+    system: str | None = Field(None, description="System message of every row; none: no system message.")
+    rows_per_template: Count = Field(4, description="Recognised utterances wanted from each template.")
+    min_rows_per_intent: Count = Field(
+        40, description="Intents with few templates draw more from each, up to this many in all."
+    )
+    optional_share: Share = Field(0.5, description="Chance that an optional part is spoken.")
+    number_words_share: Share = Field(0.1, description="Chance that a number is spoken as words.")
+    areas: Words = Field(description="Values of {area}.")
+    floors: Words = Field(description="Values of {floor}.")
+    names: dict[str, Words] = Field(description="Values of {name}, by the domain of the device.")
+    phrases: dict[str, Words] = Field(
+        default_factory=dict, description="Values of each open (wildcard) list, by list name."
+    )
+
+
+Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
+Shape = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "preference",
+    "kto",
+    "stepwise",
+    "text",
+    "tokens",
+]
+
+
+class RowsSource(Section):
+    """What every source of a user's own rows has in common: how a record of the file becomes a row."""
+
+    format: Format = Field("auto", description="File format; `auto` looks at the content, then at the name.")
+    shape: Shape = Field(
+        "auto", description="What the keys mean; `auto` tells it from the keys of each row by itself."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Key of the shape: column of the file, `outer.inner`, or a text with {column} in it.",
+    )
+    json_columns: list[str] = Field(
+        default_factory=list, description="Columns whose text is JSON (conversations in a CSV file)."
+    )
+    role_key: str | None = Field(None, description="Key of a turn that says who speaks; none: role or from.")
+    content_key: str | None = Field(
+        None, description="Key of a turn that holds the text; none: content or value."
+    )
+    roles: dict[str, str] = Field(
+        default_factory=dict, description="Name of a role in the file: system, user, assistant or tool."
+    )
+    system: str | None = Field(None, description="System message put before rows that have none.")
+    group_by: str | None = Field(
+        None, description="Key whose rows stay on one side; none: the prompt, case and spaces folded."
+    )
+    tags: list[str] = Field(default_factory=list, description="Keys kept as tags of the row.")
+    encoding: str = Field(
+        "auto",
+        description="Text encoding, e.g. `utf-16` or `cp1252`; `auto` takes UTF-8 or what the bytes show.",
+    )
+    delimiter: str = Field("auto", description="Character between the columns of CSV; `auto` finds it.")
+    text_unit: Literal["paragraph", "line", "file"] = Field(
+        "paragraph", description="What a row of plain text is; paragraphs end at blank lines."
+    )
+    max_reject_rate: Share = Field(0.01, description="The build fails when more rows than this are faulty.")
+
+
+class FilesSource(RowsSource):
+    """Rows in files of the user's own; `kind: jsonl` is short for `kind: files` with `format: jsonl`."""
+
+    kind: Literal["files", "jsonl"]
+    files: Words = Field(
+        description="Files, folders and globs, relative to the spec; compression is recognised by content."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_of_kind(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") == "jsonl":
+            return {"format": "jsonl", **given}
+        return given
+
+
+class HubSource(RowsSource):
+    """Rows of a dataset on the Hugging Face hub, fixed to one revision."""
+
+    kind: Literal["hub"]
+    id: str = Field(description="`owner/name` of the dataset.")
+    revision: str = Field(description="Commit or tag, so that the rows can never change.")
+    name: str | None = Field(None, description="Configuration; none: the default one, or the only one.")
+    split: str = Field("train", description="Split of the dataset that is read.")
+
+
+Source = Annotated[HomeIntentsSource | FilesSource | HubSource, Field(discriminator="kind")]
