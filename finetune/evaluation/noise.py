@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.evaluation.compare import pair_records
+from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record
 from finetune.evaluation.scoring import scores_of
 from finetune.stats.means import wilson_interval

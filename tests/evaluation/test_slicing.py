@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.evaluation.compare import combine, compare_records
+from finetune.evaluation.claims import combine
+from finetune.evaluation.compare import compare_records
 from finetune.evaluation.screen import comparison_lines
 from finetune.evaluation.suite import SlicesSection, Suite
 

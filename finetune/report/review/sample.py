@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.evaluation.compare import pair_records
+from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record
+from finetune.evaluation.repeats import first_answers
 from finetune.evaluation.scoring import scores_of
 
 STRATA = ("broken", "fixed", "both_wrong", "both_right")
@@ -38,9 +39,9 @@ def draw_review(
 ) -> list[ReviewItem]:
     """`n` items (all when there are fewer), as evenly from the four strata as they allow, in random order.
 
-    An answer counts as right when its score on `metric` is 1. The draw, the order and the sides depend on `seed` alone.
+    An answer counts as right when its score on `metric` is 1; of several answers to an item the first is read. The draw, the order and the sides depend on `seed` alone.
     """
-    left, right = pair_records(baseline, tuned)
+    left, right = pair_records(first_answers(baseline), first_answers(tuned))
     outcomes = list(zip(scores_of(left, metric), scores_of(right, metric), strict=True))
     generator = random.Random(seed)
     pools: dict[str, list[int]] = {stratum: [] for stratum in STRATA}
