@@ -7,7 +7,7 @@ A 64-bit hash stands for each n-gram; 52 bits of it are compared, so that an exa
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.curate.links import components, representatives
+from finetune.data.curate.links import components, connected, links, representatives
 from finetune.data.curate.parallel import map_ordered
 from finetune.data.curate.tokens import (
     Hashes,
@@ -34,6 +34,7 @@ __all__ = ["NearDuplicates", "components", "find_near_duplicates", "representati
 Progress = Callable[[float], None]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+_PAIRS_HELD = 1 << 24  # proposals held before repeats are left out: 128 MB
 _MIN_RECALL = 0.95  # at the threshold itself; above it, recall is higher
 
 
@@ -43,8 +44,8 @@ class NearDuplicates:
 
     Rows with equal sets of n-grams are linked to the first of them only: what is near to one is as near to the others.
     `empty` are rows without any word, which are near to nothing. `n_verified` is the number of pairs looked at. In a
-    bucket of more than 100 rows pairs are looked at around pivots, so that not every pair of it is listed; `unchecked`
-    are the rows that found no pivot there, rather many texts that share much with all others (an instruction, say).
+    crowd of more than 100 rows that all may be alike, pairs are looked at around pivots, so that not each is listed;
+    `unchecked` are the rows of a crowd too diverse for that, mostly texts that share a long instruction.
     """
 
     first: Rows
@@ -66,7 +67,7 @@ def find_near_duplicates(
     *,
     threshold: float = 0.6,
     ngram: int = 3,
-    permutations: int = 128,
+    permutations: int = 96,
     seed: int = 1,
     workers: int | None = None,
     on_progress: Progress = lambda share: None,
@@ -75,7 +76,8 @@ def find_near_duplicates(
 
     Words are those of `tokens.hash_tokens`: case, spaces and sentence punctuation do not count; in scripts without
     spaces the n-grams are of characters. Recall is at least 0.95 at the threshold and tends to 1 above it. Texts are
-    fetched in order, then once more where a pair is to be verified. Leave text that all rows share, e.g. a system
+    fetched in order, then once more where a pair is to be verified. Rows that stand first are the ones that others are
+    linked to: give them in the order in which you would keep them. Leave text that all rows share, e.g. a system
     prompt, out of `texts`: it would make all rows alike. `workers` threads, by default one a core.
 
     Raises UserError when the threshold is not in (0, 1] or there are too few permutations to reach that recall.
@@ -86,18 +88,19 @@ def find_near_duplicates(
     active = np.flatnonzero(sketches.n_ngrams > 0)
     active = active[verify.link_equal_sets(active, sketches.whole[active])]
     crowds: list[Rows] = []
-    pairs = np.empty(0, np.uint64)
+    proposed: list[Hashes] = []
     for keys in sketches.by_band:
-        found, crowded = _pairs_in_buckets(keys, active)
-        pairs = np.union1d(pairs, found)
+        pairs, crowded = _pairs_in_buckets(keys, active)
+        proposed.append(pairs)
         crowds += crowded
-    verify.check(*unpack_pairs(pairs))
-    unchecked = [verify.check_crowd(crowd[np.argsort(sketches.whole[crowd])]) for crowd in _distinct(crowds)]
+        if sum(map(len, proposed)) > _PAIRS_HELD:
+            proposed = [_each_once(proposed)]
+    verify.check(*unpack_pairs(_each_once(proposed)))
+    unchecked = _check_crowds(crowds, verify, len(texts))
     on_progress(1.0)
     found, jaccard = verify.found()
-    left_out = np.unique(np.concatenate([np.empty(0, np.int64), *unchecked]))
     empty = np.flatnonzero(sketches.n_ngrams == 0)
-    return NearDuplicates(*unpack_pairs(found), jaccard, empty, left_out, verify.n_verified)
+    return NearDuplicates(*unpack_pairs(found), jaccard, empty, unchecked, verify.n_verified)
 
 
 def bands_for(threshold: float, permutations: int) -> int:
@@ -159,8 +162,10 @@ def _signatures(grams: TokenHashes, permutations: int, seed: int) -> npt.NDArray
     matrix: Any = RMinHash.digest_matrix_from_flat_token_hashes(
         grams.hashes, grams.offsets.astype(np.uint64), permutations, seed
     )
-    values = itertools.chain.from_iterable(matrix.to_rows())
-    return np.fromiter(values, np.uint32, len(grams) * permutations).reshape(len(grams), permutations)
+    values = array("I")
+    for row in matrix.to_rows():
+        values.fromlist(row)
+    return np.frombuffer(values, np.uintc).astype(np.uint32, copy=False).reshape(len(grams), permutations)
 
 
 def _band_keys(signatures: npt.NDArray[np.uint32], bands: int) -> Hashes:
@@ -204,6 +209,25 @@ def _pairs_in_buckets(keys: Hashes, active: Rows) -> tuple[Hashes, list[Rows]]:
     return np.concatenate(found), crowds
 
 
-def _distinct(crowds: list[Rows]) -> list[Rows]:
-    """Crowds in a fixed order, each set of rows once: the same texts meet in many bands."""
-    return [np.array(rows) for rows in sorted({tuple(np.sort(crowd).tolist()) for crowd in crowds})]
+def _each_once(parts: list[Hashes]) -> Hashes:
+    """Sorted, without repeats. A plain sort is several times faster than `np.unique`."""
+    pairs: Hashes = np.sort(np.concatenate(parts))
+    is_new = np.ones(len(pairs), bool)
+    is_new[1:] = pairs[1:] != pairs[:-1]
+    return pairs[is_new]
+
+
+def _check_crowds(crowds: list[Rows], verify: Verifier, n_rows: int) -> Rows:
+    """Crowds that share a row are one crowd, whose pivots are rows that nothing stands for yet; returns the unchecked."""
+    if not crowds:
+        return np.empty(0, np.int64)
+    leads = np.concatenate([np.full(len(crowd), crowd[0]) for crowd in crowds])
+    members = np.concatenate(crowds)
+    crowd_of = connected(n_rows, leads, members)
+    is_kept = representatives(n_rows, links(*verify.found())) == np.arange(n_rows)
+    everyone = np.unique(members)
+    order = np.argsort(crowd_of[everyone], kind="stable")
+    everyone = everyone[order]
+    starts = np.flatnonzero(np.diff(crowd_of[everyone])) + 1
+    parts = [verify.check_crowd(crowd, is_kept[crowd]) for crowd in np.split(everyone, starts)]
+    return np.sort(np.concatenate(parts))

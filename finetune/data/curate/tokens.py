@@ -128,11 +128,8 @@ def fold(text: str) -> str:
 
 def _hash_ascii(texts: Sequence[str]) -> TokenHashes:
     joined = "\n".join(texts).lower().encode("ascii")
-    codes = np.frombuffer(joined, np.uint8)
-    first, last = _token_edges(_kinds()[codes])
-    ends = np.fromiter(itertools.accumulate(len(text) + 1 for text in texts), np.int64, len(texts))
-    offsets = np.concatenate([[0], np.searchsorted(first, ends)])
-    return TokenHashes(_hash_spans(joined, first, last + 1), offsets.astype(np.int64))
+    first, past = _token_edges(np.frombuffer(joined.translate(_ascii_kinds()), np.uint8))
+    return TokenHashes(_hash_spans(joined, first, past), _row_offsets(first, texts))
 
 
 def _hash_unicode(texts: Sequence[str]) -> TokenHashes:
@@ -140,22 +137,31 @@ def _hash_unicode(texts: Sequence[str]) -> TokenHashes:
     folded = [fold(text) for text in texts]
     joined = "\n".join(folded)
     codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
-    first, last = _token_edges(_kinds()[np.minimum(codes, _BEYOND_BMP)])
+    first, past = _token_edges(_kinds()[np.minimum(codes, _BEYOND_BMP)])
     n_bytes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
     at = np.concatenate([[0], np.cumsum(n_bytes)])
-    ends = np.fromiter(itertools.accumulate(len(text) + 1 for text in folded), np.int64, len(texts))
-    offsets = np.concatenate([[0], np.searchsorted(first, ends)])
-    hashes = _hash_spans(joined.encode("utf-8", "surrogatepass"), at[first], at[last + 1])
-    return TokenHashes(hashes, offsets.astype(np.int64))
+    data = joined.encode("utf-8", "surrogatepass")
+    return TokenHashes(_hash_spans(data, at[first], at[past]), _row_offsets(first, folded))
 
 
 def _token_edges(kinds: npt.NDArray[np.uint8]) -> tuple[Offsets, Offsets]:
-    """Positions of the first and the last character of every token."""
-    word, single = kinds == _WORD, kinds == _SINGLE
-    starts, stops = word.copy(), word.copy()
-    starts[1:] &= ~word[:-1]
-    stops[:-1] &= ~word[1:]
-    return np.flatnonzero(starts | single), np.flatnonzero(stops | single)
+    """The position of the first character of every token, and that just past its last.
+
+    Where the kind changes, and at every single character, a stretch begins that ends where the next one does.
+    """
+    begins = np.empty(len(kinds), bool)
+    begins[:1] = True
+    np.not_equal(kinds[1:], kinds[:-1], out=begins[1:])
+    begins |= kinds == _SINGLE
+    edges = np.append(np.flatnonzero(begins), len(kinds))
+    is_token = kinds[edges[:-1]] != _SEPARATOR
+    return edges[:-1][is_token], edges[1:][is_token]
+
+
+def _row_offsets(first: Offsets, texts: Sequence[str]) -> Offsets:
+    """Which tokens are whose, the texts being joined by one character."""
+    ends = np.fromiter(itertools.accumulate(len(text) + 1 for text in texts), np.int64, len(texts))
+    return np.concatenate([[0], np.searchsorted(first, ends)]).astype(np.int64)
 
 
 def _hash_spans(data: bytes, first: Offsets, past: Offsets) -> Hashes:
@@ -212,6 +218,12 @@ def _kinds() -> npt.NDArray[np.uint8]:
         block[block == _WORD] = _SINGLE
     kinds[_BEYOND_BMP] = _SINGLE
     return kinds
+
+
+@cache
+def _ascii_kinds() -> bytes:
+    """The same for `bytes.translate`."""
+    return bytes(_kinds()[:256])
 
 
 def _kind(character: str) -> int:

@@ -22,6 +22,7 @@ Rows = npt.NDArray[np.int64]
 Similarities = npt.NDArray[np.float64]
 
 CROWD = 100  # a bucket of more rows is not compared all with all
+_VAIN_PIVOTS = 20
 _BLOCK_HASHES = 1 << 24  # n-grams held while pairs are verified: 128 MB
 _PAIR_BITS = 12
 _PAIRS_AT_ONCE = 1 << _PAIR_BITS
@@ -73,26 +74,32 @@ class Verifier:
         cuts = np.searchsorted(load, np.arange(_BLOCK_HASHES, load[-1] if len(load) else 0, _BLOCK_HASHES))
         for block in np.split(np.arange(len(left)), np.unique(cuts)):
             jaccard[block] = self._measure(left[block], right[block])
-        found = jaccard >= self._threshold
+        found = (jaccard >= self._threshold) & (left != right)
         self._pairs.append(pack_pairs(left[found], right[found]))
         self._jaccard.append(jaccard[found])
         self.n_verified += len(left)
         return jaccard
 
-    def check_crowd(self, rows: Rows) -> Rows:
-        """Compare a crowded bucket around pivots; returns the rows that no pivot took and that were left unpaired.
+    def check_crowd(self, rows: Rows, may_lead: npt.NDArray[np.bool_]) -> Rows:
+        """Compare a crowd of rows around pivots; returns the rows that none took and that were left unpaired.
 
-        Each pivot is compared with all the rest and takes those that are near it out of the crowd. What is left after
-        at most 100 pivots is compared all with all when it is small enough.
+        The first row that `may_lead` is compared with all others, and those near to it leave the crowd; then the next.
+        It ends when few enough are left to compare all with all, or after 20 pivots that were near to hardly any row.
         """
-        for _ in range(CROWD):
-            if len(rows) <= CROWD:
-                one, other = np.triu_indices(len(rows), 1)
-                self.check(rows[one], rows[other])
-                return rows[:0]
-            jaccard = self.check(np.repeat(rows[:1], len(rows) - 1), rows[1:])
-            rows = rows[1:][jaccard < self._threshold]
-        return rows
+        vain = 0
+        while len(rows) > CROWD and may_lead.any() and vain < _VAIN_PIVOTS:
+            pivot = int(np.argmax(may_lead))
+            jaccard = self.check(
+                np.full(len(rows), rows[pivot]), rows
+            )  # its pair with itself is left out of the result
+            vain += int(np.count_nonzero(jaccard >= self._threshold) <= 0.01 * len(rows))
+            stays = jaccard < self._threshold
+            rows, may_lead = rows[stays], may_lead[stays]
+        if len(rows) <= CROWD:
+            one, other = np.triu_indices(len(rows), 1)
+            self.check(rows[one], rows[other])
+            return rows[:0]
+        return rows[may_lead]
 
     def found(self) -> tuple[Hashes, Similarities]:
         """The packed pairs that reached the threshold, sorted, each once, and their similarities."""
