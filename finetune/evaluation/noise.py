@@ -1,6 +1,7 @@
 """The noise floor of an evaluation: the same model answers twice, and every change is noise (an A/A run).
 
 Greedy decoding has no random draw, but rounding depends on which rows share a batch; in bf16 that can flip near ties.
+Sampled answers are drawn with another seed the second time, so that their noise is in the floor as well.
 A claimed gain below the share of answers that change by themselves is no gain.
 """
 
@@ -11,17 +12,31 @@ from typing import Any
 
 from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record
+from finetune.evaluation.repeats import answers_by_item
 from finetune.evaluation.scoring import scores_of
+from finetune.evaluation.suite import Suite
 from finetune.stats.means import wilson_interval
 
 
+def with_other_seed(suite: Suite) -> Suite:
+    """The suite for the second of two runs: sampled with another seed, the same one where nothing is sampled."""
+    if not suite.decoding.is_sampled:
+        return suite
+    decoding = suite.decoding.model_copy(update={"seed": (suite.decoding.seed + 1) % 2**32})
+    return suite.model_copy(update={"decoding": decoding})
+
+
 def flip_rate(first: Sequence[Record], second: Sequence[Record], metric: str) -> dict[str, Any]:
-    """How many answers, and how many scores of `metric`, changed between two runs of one arm.
+    """On how many items an answer, and on how many the score of `metric`, changed between two runs of one arm.
 
     `low` and `high` bound the share of changed scores (Wilson, 95 %).
     """
     left, right = pair_records(first, second)
-    changed = sum(one["output"] != other["output"] for one, other in zip(left, right, strict=True))
+    said = [
+        {item: [record["output"] for record in group] for item, group in answers_by_item(records).items()}
+        for records in (first, second)
+    ]
+    changed = sum(said[0][record["item"]] != said[1][record["item"]] for record in left)
     pairs = zip(scores_of(left, metric), scores_of(right, metric), strict=True)
     flipped = sum(before != after for before, after in pairs)
     n = len(left)

@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import Record
+from finetune.evaluation.repeats import per_item
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import read_items
 from finetune.paths import write_atomic, write_jsonl
@@ -28,13 +29,15 @@ class Pinned:
 def pin_items(
     suite: Suite, items: Sequence[Item], records: Sequence[Record], *, folder: Path, limit: int | None = None
 ) -> Pinned:
-    """Add the items whose primary score is 1 to `<folder>/<suite>.jsonl`, and write a suite over them beside it.
+    """Add the items whose primary score is 1, in each of their answers, to `<folder>/<suite>.jsonl`, and write a suite over them beside it.
 
     Items that are pinned already stay as they are (never unpinned here: that is an edit for a person). limit: add at
     most so many. Raises UserError when nothing is right.
     """
     by_id = {item.id: item for item in items}
-    right = [record["item"] for record in records if record["scores"].get(suite.primary_metric) == 1.0]
+    right = [
+        record["item"] for record in per_item(records) if record["scores"].get(suite.primary_metric) == 1.0
+    ]
     if not right:
         raise UserError(
             f"no item has {suite.primary_metric} = 1, so there is nothing to pin", where=suite.name

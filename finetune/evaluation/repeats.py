@@ -21,7 +21,7 @@ def answers_by_item(records: Sequence[Record]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for record in records:
         found.setdefault(record["item"], []).append(record)
-    return {item: sorted(group, key=repeat_of) for item, group in found.items()}
+    return {item: sorted(group, key=repeat_of) if group[1:] else group for item, group in found.items()}
 
 
 def per_item(records: Sequence[Record]) -> list[Record]:

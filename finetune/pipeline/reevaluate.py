@@ -6,7 +6,7 @@ Answers that are saved under the same key are not generated again, so an unchang
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, canary_differs, refuse_same_answers
 from finetune.evaluation.compare import compare_saved
-from finetune.evaluation.noise import flip_rate
+from finetune.evaluation.noise import flip_rate, with_other_seed
 from finetune.evaluation.prompts import Arm, build_prompts
 from finetune.evaluation.run import evaluate_arm, saved_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
@@ -158,7 +158,8 @@ def measure_noise(run: FinishedRun, suites: Sequence[Suite]) -> list[dict[str, A
         data = run.data_of(suite)
         first = run.answer(data, run.answers.base(suite))
         again = SavedArm(first.folder / "again", first.arm)
-        run.answer(data, again, batch_size=max(1, run.batch_size // 2 - 1))
+        second = replace(data, suite=with_other_seed(suite))
+        run.answer(second, again, batch_size=max(1, run.batch_size // 2 - 1))
         results.append(
             {"suite": suite.name, **flip_rate(first.records(), again.records(), suite.primary_metric)}
         )

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from finetune.errors import UserError
+from finetune.evaluation.repeats import per_item
 from finetune.paths import read_json
 from finetune.telemetry.events import read_events
 
@@ -181,10 +182,10 @@ class _Reader:
         summary = stem.with_name(f"{stem.name}.summary.json").relative_to(self.folder).as_posix()
         items: dict[str, Record] = {}
         if records.is_file():
-            for row in self.lines(records):
-                items[str(row.get("item"))] = (
-                    row  # a continued run may write an item again; the last one counts
-                )
+            # A continued run may write an answer again: the last one counts.
+            named = [row for row in self.lines(records) if "item" in row]
+            answers = {(str(row["item"]), row.get("repeat", 0)): row for row in named}
+            items = {str(row["item"]): row for row in per_item(list(answers.values()))}
         else:
             self.gaps.append(f"{records.relative_to(self.folder).as_posix()} is not in the run folder.")
         held = self.mapping(summary, f"the metrics of {stem.parent.name} / {stem.name} are")
