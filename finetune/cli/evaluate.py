@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from finetune.cli.output import JsonFlag, emit, note
-from finetune.errors import ExitCode
 
 app = typer.Typer(
     name="eval",
@@ -245,48 +244,40 @@ def pin(
 def judge(
     folder: RunArgument,
     server: Annotated[
-        str, typer.Option(metavar="URL", help="OpenAI-compatible server of the judging model.")
-    ],
-    model: Annotated[str, typer.Option(help="The server's name of the judging model.")],
+        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server of the judging model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --server: its name of the judging model.")] = None,
+    local: Annotated[
+        str | None, typer.Option(help="Judge with a model of this machine: a folder, a hub id or builtin:….")
+    ] = None,
     baseline: BaselineOption = "base",
     suite: Annotated[
         str | None, typer.Option(help="Suite by name or path; default: the run's first.")
     ] = None,
     rubric: Annotated[Path | None, typer.Option(help="Text file with what the judge should look at.")] = None,
     key: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Items judged at a time.")] = 4,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --server: questions asked at a time.")] = 4,
     as_json: JsonFlag = False,
 ) -> int:
     """Let a model compare the answers of both arms, in both orders, and say how far it agrees with what was read by hand.
 
     Its verdict is the exit code only when it is calibrated: enough items read by hand (`finetune review`), and agreement
-    that is shown to be better than chance. Until then the exit code is 11, inconclusive.
+    that is shown to be better than chance. Until then the exit code is 11, inconclusive. To score single answers by
+    a rubric instead, use the scorer `judge` in a suite or with `finetune eval score`.
     """
-    from finetune.evaluation.judge import Judge, calibrate, judge_pairs, summarise_judgements
+    from finetune.evaluation.judge import Judge, judge_run
+    from finetune.evaluation.judge_model import find_judge
     from finetune.evaluation.saved_arms import RunAnswers, find_baseline
     from finetune.evaluation.screen import judge_lines
-    from finetune.evaluation.server import ServerModel
-    from finetune.paths import read_jsonl, write_json
-    from finetune.telemetry.progress import Progress
 
     answers = RunAnswers.open(folder)
     chosen = answers.load_suites([suite] if suite is not None else None)[0]
+    judging = Judge(
+        find_judge(server=server, model=model, key=key, local=local, concurrency=concurrency),
+        rubric.read_text(encoding="utf-8") if rubric else "",
+    )
     arms = find_baseline(baseline, answers, chosen).records(), answers.tuned(chosen.name).records()
-    judging = Judge(ServerModel(server, model, key), rubric.read_text(encoding="utf-8") if rubric else "")
-    judgements = []
-    with Progress(f"judge {chosen.name}", len(arms[1]), "items") as progress:
-        for judgement in judge_pairs(judging, *arms, concurrency=concurrency):
-            judgements.append(judgement)
-            progress.advance()
-    path = folder / "eval" / "review.jsonl"
-    lines = read_jsonl(path) if path.is_file() else []
-    read = {line["item"]: line for line in lines if line["suite"] == chosen.name}
-    found = summarise_judgements(judgements, margin=chosen.margin, confidence=chosen.confidence)
-    found["calibration"] = calibrate(judgements, read)
-    found["suite"], found["judge"] = chosen.name, model
-    if not found["calibration"]["calibrated"]:
-        found["exit_code"] = int(ExitCode.INCONCLUSIVE)
-    write_json(folder / "eval" / chosen.name / "judge.json", {**found, "judgements": judgements})
+    found = judge_run(judging, chosen, *arms, run_folder=folder)
     emit(found, "\n".join(judge_lines(found)), as_json=as_json)
     return int(found["exit_code"])
 

@@ -13,8 +13,9 @@ from finetune.evaluation.formats import compare_formats
 from finetune.evaluation.pairing import examples, pair_records
 from finetune.evaluation.records import Record
 from finetune.evaluation.repeats import noise_of_difference, per_item
+from finetune.evaluation.reviewed import Reviewed, read_reviewed, run_folder_of
 from finetune.evaluation.saved_arms import SavedArm
-from finetune.evaluation.scoring import clusters_of, scores_of
+from finetune.evaluation.scoring import both_scored, clusters_of, scores_of
 from finetune.evaluation.slicing import slice_comparisons
 from finetune.evaluation.suite import Suite
 from finetune.stats import compare
@@ -28,12 +29,14 @@ def compare_records(
     inner: bool = False,
     metrics: Sequence[str] | None = None,
     slices: bool = True,
+    reviewed: Reviewed | None = None,
 ) -> dict[str, Any]:
     """Every metric of the suite compared, in the format of `eval/comparison.json`; the primary metric decides.
 
     Several answers to an item are averaged first; `noise` then says how much of the uncertainty is sampling. slices: also
     compare every slice that the suite declares. The margin guards the primary metric. With no items nothing can be
-    shown: differences are null, the verdict is `inconclusive`, and no gate passes.
+    shown: differences are null, the verdict is `inconclusive`, and no gate passes. reviewed: what a person read of these
+    answers; a judge's verdict stays `inconclusive` until it agreed with that.
     """
     left, right = pair_records(baseline, arm, inner=inner)
     sliced = slice_comparisons(suite, left, right, every=per_item(arm)) if slices else []
@@ -42,7 +45,7 @@ def compare_records(
         _compare_metric(suite, metric, left, right) | _noise(baseline, arm, left, metric) for metric in names
     ]
     decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)
-    return {
+    result = {
         "suite": suite.name,
         "role": suite.role,
         "primary_metric": suite.primary_metric,
@@ -54,6 +57,11 @@ def compare_records(
         ],
         "slices": [{"suite": suite.name, "metric": suite.primary_metric, **one} for one in sliced],
     }
+    if suite.judges():
+        from finetune.evaluation.pointwise import withhold_uncalibrated
+
+        withhold_uncalibrated(suite, result, [*baseline, *arm], reviewed or {})
+    return result
 
 
 def compare_folders(
@@ -87,7 +95,9 @@ def compare_saved(
     if before is not None and after is not None:
         refuse_unfair(suite, before, after, inner=inner)
     records = baseline.records(), arm.records()
-    result = compare_records(suite, *records, inner=inner, slices=slices)
+    run_folder = run_folder_of(arm.folder)
+    reviewed = read_reviewed(run_folder, suite.name) if run_folder is not None else None
+    result = compare_records(suite, *records, inner=inner, slices=slices, reviewed=reviewed)
     if before is not None and after is not None:
         pairs = pair_records(*records, inner=inner)
         result["cost"] = cost_of(before, after, *pairs, confidence=suite.confidence, spent=spent or Spent())
@@ -108,6 +118,11 @@ def _compare_metric(
     if not left:
         return head | _nothing_compared(suite)
     kind = suite.scorer_of(metric)
+    if kind.asks_a_model:
+        head["missing"] = _missing(left, right, metric)
+        left, right = both_scored(left, right, metric)
+        if not left:
+            return head | _nothing_compared(suite)
     if kind.per_token:
         _refuse_other_tokens(metric, left, right)
     sign = 1.0 if kind.higher_is_better else -1.0
@@ -136,6 +151,15 @@ def _noise(
 ) -> dict[str, Any]:
     found = noise_of_difference(baseline, arm, [record["item"] for record in paired], metric)
     return {} if found is None else {"noise": found.to_dict()}
+
+
+def _missing(left: Sequence[Record], right: Sequence[Record], metric: str) -> dict[str, int]:
+    """Items that the judge gave no score, on either side and in all; they are left out, never counted as lost."""
+    sides = {"baseline": left, "arm": right}
+    counts = {
+        name: sum(one["scores"].get(metric) is None for one in records) for name, records in sides.items()
+    }
+    return {**counts, "items": len(left) - len(both_scored(left, right, metric)[0])}
 
 
 def _turned(found: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,14 @@ class Item:
     check: dict[str, Any] | None = None  # what a checking scorer asks of this item's answer
 
     @property
+    def question(self) -> str:
+        """What is asked, for people and judges: the turns without the system's, named where there are several."""
+        turns = [message for message in self.messages if message["role"] != "system"]
+        if len(turns) == 1:
+            return str(turns[0]["content"])
+        return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+    @property
     def content_hash(self) -> str:
         """Identity of what is asked: the messages without the system turn, whatever the id."""
         return digest_json([message for message in self.messages if message["role"] != "system"])

@@ -92,6 +92,11 @@ def write_arm(folder: Path, summary: ArmSummary, records: Sequence[Record]) -> N
     partial_path(folder, summary.arm).unlink(missing_ok=True)
 
 
+def question_of(record: Record) -> str:
+    """What was asked, without template, instructions and examples; the whole prompt for records that do not say."""
+    return str(record.get("question", record["prompt"]))
+
+
 def repeat_of(record: Record) -> int:
     """Which of the item's answers this is, from 0; records from elsewhere may not say."""
     return int(record.get("repeat", 0))

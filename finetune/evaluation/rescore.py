@@ -40,7 +40,7 @@ def with_scorers(suite: Suite, added: Sequence[ScorerSection]) -> Suite:
     names = {one.name for one in added}
     kept = [one for one in suite.scoring if one.name not in names]
     changed = suite.model_copy(update={"scorers": [*kept, *added]})
-    changed.score_functions()  # unknown scorers and parameters are found before any file is touched
+    changed.score_functions()  # unknown scorers and parameters, a judge's included, are found before a file is touched
     return changed
 
 

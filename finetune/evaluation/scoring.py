@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,8 @@ def _apply(
 
 def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
     """The records with the suite's scores in place of whatever scores they had, and for metrics that need a format,
-    whether the answer has it (`well_formed`). Raises UserError naming the items that cannot be scored."""
+    whether the answer has it (`well_formed`). Metrics of a judge ask it, and are None where it gave no score. Raises
+    UserError naming the items that cannot be scored."""
     functions, formats = suite.score_functions(), suite.format_functions()
     scored, faults = [], []
     for record in records:
@@ -67,6 +68,10 @@ def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
             found["well_formed"] = {metric: has(output) for metric, has in formats.items()}
         scored.append(found)
     _refuse(faults)
+    if suite.judges():
+        from finetune.evaluation.pointwise import judge_records
+
+        return judge_records(suite, scored)
     return scored
 
 
@@ -92,19 +97,29 @@ def _refuse(faults: Sequence[Fault]) -> None:
 
 
 def summarise(
-    records: Sequence[Record], metrics: Sequence[str], *, confidence: float = 0.95
+    records: Sequence[Record],
+    metrics: Sequence[str],
+    *,
+    confidence: float = 0.95,
+    may_lack: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Metric -> mean over items with interval, clustered where items share a cluster. No records: null with n = 0.
 
-    Several answers to an item are averaged first; `variance` then says how far they differ among themselves.
+    Several answers to an item are averaged first; `variance` then says how far they differ among themselves. may_lack:
+    metrics of a judge; their means leave out the items without a score and count them in `missing`.
     """
-    return {metric: _mean(records, metric, confidence) for metric in metrics}
+    return {
+        metric: _judged_mean(records, metric, confidence)
+        if metric in may_lack
+        else _mean(records, metric, confidence)
+        for metric in metrics
+    }
 
 
 def rescored(suite: Suite, records: Sequence[Record], summary: ArmSummary) -> tuple[list[Record], ArmSummary]:
     """Saved answers and their summary, scored with the suite as it is now."""
     scored = score_records(suite, records)
-    metrics = summarise(scored, suite.metrics, confidence=suite.confidence)
+    metrics = summarise(scored, suite.metrics, confidence=suite.confidence, may_lack=suite.judges())
     return scored, replace(summary, metrics=metrics, suite_digest=suite.digest)
 
 
@@ -129,7 +144,7 @@ def summarise_arm(
         items_digest=items_digest,
         arm=arm,
         n=len(records),
-        metrics=summarise(records, suite.metrics, confidence=suite.confidence),
+        metrics=summarise(records, suite.metrics, confidence=suite.confidence, may_lack=suite.judges()),
         output_tokens=sum(record["output_tokens"] for record in records),
         prompt_tokens=sum(record["prompt_tokens"] for record in records),
         seconds=round(seconds, 3),
@@ -159,8 +174,26 @@ def scores_of(records: Sequence[Record], metric: str) -> list[float]:
     return values
 
 
+def both_scored(
+    left: Sequence[Record], right: Sequence[Record], metric: str
+) -> tuple[list[Record], list[Record]]:
+    """The pairs of records that have a score on both sides: a judge's metric may lack some. left, right: in one order."""
+    pairs = [
+        (one, two)
+        for one, two in zip(left, right, strict=True)
+        if one["scores"].get(metric) is not None and two["scores"].get(metric) is not None
+    ]
+    return [one for one, _ in pairs], [two for _, two in pairs]
+
+
 def clusters_of(records: Sequence[Record]) -> list[Hashable]:
     return [record["cluster"] for record in records]
+
+
+def _judged_mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str, Any]:
+    lacking = {record["item"] for record in records if record["scores"].get(metric) is None}
+    found = _mean([record for record in records if record["item"] not in lacking], metric, confidence)
+    return {**found, "missing": len(lacking)}
 
 
 def _mean(records: Sequence[Record], metric: str, confidence: float) -> dict[str, Any]:

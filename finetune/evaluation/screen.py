@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.evaluation.formats import format_line
 from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
+from finetune.evaluation.repeats import noise_line
 
 _SLICES_SHOWN = 5
 
@@ -28,6 +29,8 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
         )
     if decisive.get("off_format") is not None:
         lines.append(f"  {format_line(decisive['off_format'], decisive['n'])}")
+    if decisive.get("noise") is not None:
+        lines.append(f"  {noise_line(decisive['noise'])}")
     lines.append(f"  verdict: {result['verdict']}")
     if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
         lines.append(f"  {decisive['limits']}")
@@ -85,24 +88,34 @@ def _means(one: Mapping[str, Any]) -> str:
 
 def judge_lines(found: Mapping[str, Any]) -> list[str]:
     """Win rate, what the judge contradicts itself on, and whether it may be believed."""
-    trust = found["calibration"]
+    trust, bias = found["calibration"], found["position_bias"]
     lines = [
         f"{found['suite']}, judged by {found['judge']}: tuned won {found['won']}, tied {found['tied']}, lost "
         f"{found['lost']} of {found['n']} (win rate {found['win_rate']:.1%}, a tie is half); "
-        f"{found['missing']} not judged",
+        f"{found['missing']} not judged (left out, not lost)",
         f"win rate minus loss rate: {describe_difference(found['comparison'])}",
     ]
-    if found["position_bias"] is not None:
+    if bias is not None:
         lines.append(
-            f"position bias: {found['position_bias']:.1%} of the pairs turned with the order (counted as ties)"
+            f"position bias: {bias['rate']:.1%} [{bias['low']:.1%}, {bias['high']:.1%}] of {bias['n']} pairs turned with the "
+            f"order (counted as ties); first preferred in {bias['first_preferred']}, second in {bias['second_preferred']}"
         )
-    if trust["n"]:
-        lines.append(
-            f"agrees with the reader on {trust['agreed']} of {trust['n']} items: {trust['agreement']:.1%} "
-            f"[{trust['low']:.1%}, {trust['high']:.1%}]"
-        )
+    lines += calibration_lines(trust)
     if trust["calibrated"]:
         lines.append(f"verdict: {found['verdict']}")
     else:
         lines.append("not calibrated, so its verdict does not count: read more items with finetune review")
     return lines
+
+
+def calibration_lines(trust: Mapping[str, Any]) -> list[str]:
+    """Agreement with the reader and kappa, both with interval; empty when nothing was read."""
+    if not trust["n"]:
+        return []
+    line = (
+        f"agrees with the reader on {trust['agreed']} of {trust['n']}: {trust['agreement']:.1%} "
+        f"[{trust['low']:.1%}, {trust['high']:.1%}]"
+    )
+    if trust["kappa"] is None or trust["kappa_low"] is None:
+        return [f"{line}; kappa is not defined (only one kind of answer)"]
+    return [f"{line}; kappa {trust['kappa']:.2f} [{trust['kappa_low']:.2f}, {trust['kappa_high']:.2f}]"]

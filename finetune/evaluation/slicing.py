@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.evaluation.records import Record
-from finetune.evaluation.scoring import clusters_of, scores_of
+from finetune.evaluation.scoring import both_scored, clusters_of, scores_of
 from finetune.evaluation.suite import Suite
 from finetune.stats import compare
 from finetune.stats.multiplicity import adjust
@@ -28,6 +28,8 @@ def slice_comparisons(
     (`right` by default); such a slice is null with n = 0, and the others are kept. `p_adjusted` is corrected over all
     slices of all keys together; a slice counts as different only when it stays at or below 1 - confidence.
     """
+    if suite.scorer_of(suite.primary_metric).asks_a_model:
+        left, right = both_scored(left, right, suite.primary_metric)
     found: list[dict[str, Any]] = []
     for key in suite.slices.by:
         bucket_of = _bucketing(key, right if every is None else every)

@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
 from finetune.evaluation.item_source import DATASET_SPLITS, ItemsSection, RawSection
+from finetune.evaluation.scorers.judged import PointwiseRules
 from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed
 from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_format, make_scorer, scorer_digest
 from finetune.paths import find_declarative
@@ -216,7 +217,14 @@ class Suite(Section):
         return find_scorer(section.scorer).bound(section.parameters)
 
     def score_functions(self) -> dict[str, Score]:
-        """Metric name -> function (output, reference) -> score."""
+        """Metric name -> function (output, reference) -> score; without the metrics of `judges`."""
+        return {name: made for name, made in self._made().items() if not isinstance(made, PointwiseRules)}
+
+    def judges(self) -> dict[str, PointwiseRules]:
+        """Metric name -> rules of the judge that gives it; such a score may be missing."""
+        return {name: made for name, made in self._made().items() if isinstance(made, PointwiseRules)}
+
+    def _made(self) -> dict[str, Score | PointwiseRules]:
         return {
             one.name: make_scorer(one.scorer, one.parameters, where=f"{self._path}: scorers")
             for one in self.scoring

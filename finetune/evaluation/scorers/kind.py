@@ -36,6 +36,7 @@ class ScorerKind:
     higher_is_better: bool = True
     takes: Takes = "reference"
     per_token: bool = False  # only arms with one tokenizer can be compared by it
+    asks_a_model: bool = False  # scored after the answers are saved, by a judge; a score may be missing
     format_of: Callable[..., WellFormed] | None = None
     parameters: tuple[str, ...] = ()
 

@@ -1,0 +1,38 @@
+"""What a person found of answers in `finetune review`, by the answers themselves: a verdict never counts for another answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune.digest import digest_bytes
+from finetune.paths import read_jsonl
+
+Reviewed = Mapping[tuple[str, str], bool]  # (item, digest of the answer) -> the reader found it right
+
+
+def review_file(run_folder: Path) -> Path:
+    return run_folder / "eval" / "review.jsonl"
+
+
+def answer_digest(answer: str) -> str:
+    """Names one answer."""
+    return digest_bytes(answer.encode("utf-8", errors="surrogatepass"))[:16]
+
+
+def read_reviewed(run_folder: Path, suite: str) -> dict[tuple[str, str], bool]:
+    """Every answer to the suite that was read in this run; of several verdicts about one the last counts."""
+    path = review_file(run_folder)
+    lines = read_jsonl(path) if path.is_file() else []
+    return {
+        (line["item"], line["answers"][arm]): line["right"][arm]
+        for line in lines
+        if line["suite"] == suite
+        for arm in line["right"]
+    }
+
+
+def run_folder_of(answers: Path) -> Path | None:
+    """The run folder that a folder of answers lies in; None for answers from elsewhere."""
+    above = list(answers.absolute().parents)[:3]  # <run>/eval/<suite>/<backend>
+    return next((folder for folder in above if (folder / "recipe.resolved.yaml").is_file()), None)
