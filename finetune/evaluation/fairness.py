@@ -8,6 +8,7 @@ from finetune.errors import Fault, UserError
 from finetune.evaluation.records import ArmSummary
 from finetune.evaluation.suite import Suite
 
+WARNING = "warning: "  # how a note begins that the last screen of a run must show
 _CUT_SHARE_WORTH_A_NOTE = 0.1
 _CUT_GAP_WORTH_A_WARNING = 0.05
 _SAME = (
@@ -65,7 +66,7 @@ def _notes(baseline: ArmSummary, arm: ArmSummary) -> list[str]:
             else (baseline.arm, before, arm.arm, after)
         )
         notes.append(
-            f"warning: the token limit cut {share:.1%} of the answers of {more} and {other:.1%} of those of {less}; "
+            f"{WARNING}the token limit cut {share:.1%} of the answers of {more} and {other:.1%} of those of {less}; "
             "part of the difference may be the limit: raise decoding.max_new_tokens"
         )
     else:

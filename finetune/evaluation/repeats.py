@@ -7,7 +7,7 @@ a judge works on `first_answers`. With one answer an item, both give the records
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.evaluation.records import Record, repeat_of
@@ -69,9 +69,15 @@ def samples_of(records: Sequence[Record], metric: str) -> list[list[float]]:
 def noise_of_difference(
     baseline: Sequence[Record], arm: Sequence[Record], items: Sequence[str], metric: str
 ) -> DifferenceNoise | None:
-    """How much of the noise of the arms' difference is sampling; None unless both gave the same repeats of each item."""
+    """How much of the noise of the arms' difference is sampling; None unless both gave the same repeats of each item.
+
+    Items with an answer that has no score are left out, as they are from the difference.
+    """
     before, after = answers_by_item(baseline), answers_by_item(arm)
     pairs = [(before[item], after[item]) for item in items]
+    pairs = [
+        pair for pair in pairs if all(one["scores"].get(metric) is not None for one in (*pair[0], *pair[1]))
+    ]
     if any([repeat_of(one) for one in left] != [repeat_of(one) for one in right] for left, right in pairs):
         return None
     differences: list[list[float]] = [
@@ -80,3 +86,12 @@ def noise_of_difference(
     ]
     clusters: list[Any] = [left[0]["cluster"] for left, _ in pairs]
     return difference_noise(differences, clusters)
+
+
+def noise_line(noise: Mapping[str, Any]) -> str:
+    """'5 answers an item: 23 % of the squared error is sampling, 77 % the choice of items; …' for people."""
+    share = noise["sampling_share"]
+    return (
+        f"{noise['repeats']:.3g} answers an item: sampling makes {share:.0%} of the squared error, the choice of items "
+        f"{1 - share:.0%}; more repeats could narrow the interval by {noise['narrower_at_most']:.0%} at most"
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.evaluation.fairness import WARNING
 from finetune.evaluation.formats import format_line
+from finetune.evaluation.repeats import noise_line
 from finetune.paths import read_json
 from finetune.units import format_bytes, format_points
 
@@ -25,6 +27,8 @@ def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
             f"memory   {_memory(read_json(folder / 'forecast.json'))}",
             f"effect   {_effect(comparison)}",
             *_format(comparison),
+            *_noise(comparison),
+            *_warnings(comparison),
             f"verdict  {comparison['verdict'].upper()}: {_MEANING[comparison['verdict']]}{_basis(comparison)}",
             f"report   {report}",
         ]
@@ -35,6 +39,22 @@ def _format(comparison: dict[str, Any]) -> list[str]:
     """Answers without the form that the decisive metric needs; nothing for a metric that takes any text."""
     one = decisive(comparison)
     return [f"format   {format_line(one['off_format'], one['n'])}"] if one.get("off_format") else []
+
+
+def _noise(comparison: dict[str, Any]) -> list[str]:
+    """Questions or sampling: which noise is left, where items were answered several times."""
+    one = decisive(comparison)
+    return [f"noise    {noise_line(one['noise'])}"] if one.get("noise") else []
+
+
+def _warnings(comparison: dict[str, Any]) -> list[str]:
+    """What makes a comparison of any suite doubtful."""
+    return [
+        f"fair?    {suite['suite']}: {note}"
+        for suite in comparison.get("suites", [comparison])
+        for note in suite.get("notes", [])
+        if note.startswith(WARNING)
+    ]
 
 
 def decisive(comparison: dict[str, Any]) -> dict[str, Any]:
