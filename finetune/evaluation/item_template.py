@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 _TEMPLATES = ("prompt", "reference", "system", "id", "group")
 
 
-class ColumnFault(ValueError):
+class ColumnError(ValueError):
     """A record that no item can be made of; the message says which field is to blame."""
 
 
@@ -38,7 +38,7 @@ def check_templates(section: ItemsSection, *, where: str) -> None:
 def item_from_record(record: Record, section: ItemsSection, *, number: int, source: str, texts: bool) -> Item:
     """One item out of the columns of a record. number: its place, from 0, which names it when the section does not.
 
-    texts: the reference alone is the item. Raises ColumnFault naming the field that is missing, null or no text.
+    texts: the reference alone is the item. Raises ColumnError naming the field that is missing, null or no text.
     """
     assert section.reference is not None
     name = _text(section.id, record, "id") if section.id is not None else str(number)
@@ -47,7 +47,7 @@ def item_from_record(record: Record, section: ItemsSection, *, number: int, sour
         if section.system is not None:
             turns.append({"role": "system", "content": _text(section.system, record, "system")})
         if section.prompt is None:
-            raise ColumnFault("items.prompt is not given")
+            raise ColumnError("items.prompt is not given")
         turns.append({"role": "user", "content": _text(section.prompt, record, "prompt")})
     check = {key: _value(text, record, f"check.{key}") for key, text in section.check.items()}
     return Item(
@@ -66,20 +66,20 @@ def _text(template: str, record: Record, key: str) -> str:
     if _is_template(template):
         return str(_guarded(lambda: _compiled(template).render(record), record, key))
     if template not in record:
-        raise ColumnFault(f"items.{key}: no column '{template}'; {did_you_mean(template, record)}")
+        raise ColumnError(f"items.{key}: no column '{template}'; {did_you_mean(template, record)}")
     value = record[template]
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     kind = "null" if value is None else f"{type(value).__name__}, not text"
-    raise ColumnFault(f"items.{key}: the column '{template}' is {kind}")
+    raise ColumnError(f"items.{key}: the column '{template}' is {kind}")
 
 
 def _value(expression: str, record: Record, key: str) -> Any:
     value = _guarded(lambda: _expression(expression)(**record), record, key)
     if isinstance(value, Undefined):
-        raise ColumnFault(f"items.{key}: {_missing(str(value._undefined_message), record)}")
+        raise ColumnError(f"items.{key}: {_missing(str(value._undefined_message), record)}")
     return value
 
 
@@ -87,9 +87,9 @@ def _guarded(work: Callable[[], Any], record: Record, key: str) -> Any:
     try:
         return work()
     except UndefinedError as error:
-        raise ColumnFault(f"items.{key}: {_missing(str(error), record)}") from None
+        raise ColumnError(f"items.{key}: {_missing(str(error), record)}") from None
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:
-        raise ColumnFault(f"items.{key}: {error}") from None
+        raise ColumnError(f"items.{key}: {error}") from None
 
 
 def _missing(message: str, record: Record) -> str:

@@ -24,11 +24,15 @@ _TOKENS_PER_BATCH = 512
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens to score behind tokens that are given. `index` is the caller's; both parts hold at least one token."""
+    """Tokens to score behind tokens that are given. `index` is the caller's; both parts hold at least one token.
+
+    about: what they belong to, for messages.
+    """
 
     index: int
     given: list[int]
     scored: list[int]
+    about: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from finetune.errors import Fault, UserError
 from finetune.evaluation.generate import Completion
 from finetune.evaluation.items import Item
-from finetune.evaluation.likelihood import Likelihood, Request, encode_continuation, log_likelihoods
+from finetune.evaluation.likelihood import Likelihood, Request, encode_continuation
 from finetune.evaluation.prompts import Prompt
+from finetune.evaluation.raw_prompts import answer_behind
+from finetune.evaluation.suite import Suite
+
+Likelihoods = Callable[
+    [Sequence[Request]], Iterable[Likelihood]
+]  # a model, or a server that gives likelihoods
 
 
 def check_choices(suite: str, items: Sequence[Item]) -> None:
@@ -43,25 +49,36 @@ def _problem(item: Item) -> str:
 
 
 def measure_choices(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], items: Sequence[Item]
+    likelihoods: Likelihoods, tokenizer: Any, prompts: Sequence[Prompt], items: Sequence[Item], suite: Suite
 ) -> Iterator[Completion]:
     """Log-likelihood of every choice of every item behind its prompt, as an item's choices are complete."""
     requests: list[Request] = []
     places: list[tuple[int, int]] = []  # request -> (item, choice)
     for place, (prompt, item) in enumerate(zip(prompts, items, strict=True)):
-        for number, choice in enumerate(choices_of(item)):
-            given, scored = encode_continuation(prompt.text, choice, tokenizer)
-            requests.append(Request(len(requests), given, scored))
+        for number, (given, scored) in enumerate(choice_tokens(suite, item, prompt, tokenizer)):
+            requests.append(Request(len(requests), given, scored, f"item {item.id}"))
             places.append((place, number))
     found: list[dict[int, Likelihood]] = [{} for _ in items]
     started = time.perf_counter()
-    for result in log_likelihoods(model, requests):
+    for result in likelihoods(requests):
         place, number = places[result.index]
         found[place][number] = result
         choices = choices_of(items[place])
         if len(found[place]) == len(choices):
             ordered = [found[place][index] for index in range(len(choices))]
             yield _choice_completion(place, choices, ordered, time.perf_counter() - started)
+
+
+def choice_tokens(
+    suite: Suite, item: Item, prompt: Prompt, tokenizer: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Of every choice of an item: the ids that are given, and those of the choice behind them."""
+    found = []
+    for choice in choices_of(item):
+        text = answer_behind(prompt.text, choice, suite.raw) if suite.prompt_format == "raw" else choice
+        given, scored = encode_continuation(prompt.text, text, tokenizer)
+        found.append((prompt.ids[: prompt.lead] + given, scored))
+    return found
 
 
 def _choice_completion(place: int, choices: list[str], found: list[Likelihood], seconds: float) -> Completion:
@@ -75,38 +92,34 @@ def _choice_completion(place: int, choices: list[str], found: list[Likelihood], 
 
 
 def measure_texts(
-    model: Any,
+    likelihoods: Likelihoods,
     prompts: Sequence[Prompt],
+    items: Sequence[Item],
     *,
     every_prompt: Sequence[Prompt],
-    kl_to_base: bool,
-    tuned: bool,
-    base_model: Any = None,
+    measures_kl: bool,
 ) -> Iterator[Completion]:
     """Log-likelihood of whole texts (all tokens but the first, which is given).
 
     `mean_tokens` and `mean_bytes` over every text of the suite go with each measurement: a text's total over them is
     its share of the token-weighted mean, so that the plain mean over items is exactly total over total.
-    kl_to_base: KL(base || model) too. The untuned model is its own base: 0 by definition.
+    measures_kl: KL(base || model) too, which is 0 where `likelihoods` gives none: the untuned model is its own base.
     """
-    if kl_to_base and tuned and base_model is None and not hasattr(model, "peft_config"):
-        raise UserError(
-            "KL to the base needs the base: this model carries no adapter that could be switched off",
-            fix="leave kl_per_token out of the suite's scorers for fully tuned models",
-        )
     mean_tokens = sum(len(prompt.ids) - 1 for prompt in every_prompt) / len(every_prompt)
     mean_bytes = sum(len(prompt.text.encode()) for prompt in every_prompt) / len(every_prompt)
-    requests = [Request(place, prompt.ids[:1], prompt.ids[1:]) for place, prompt in enumerate(prompts)]
+    requests = [
+        Request(place, prompt.ids[:1], prompt.ids[1:], f"item {item.id}")
+        for place, (prompt, item) in enumerate(zip(prompts, items, strict=True))
+    ]
     started = time.perf_counter()
-    measures_kl = kl_to_base and tuned
-    for result in log_likelihoods(model, requests, kl_to_base=measures_kl, base_model=base_model):
+    for result in likelihoods(requests):
         measured = {
             "log_likelihood": result.log_likelihood,
             "tokens": result.tokens,
             "bytes": len(prompts[result.index].text.encode()),
             "mean_tokens": mean_tokens,
             "mean_bytes": mean_bytes,
-            **({"kl": result.kl or 0.0} if kl_to_base else {}),
+            **({"kl": result.kl or 0.0} if measures_kl else {}),
         }
         yield Completion(result.index, _text(measured), result.tokens, "stop", time.perf_counter() - started)
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from finetune.data.row_tokens import encode
 from finetune.data.rows import Row
 from finetune.data.tokenise import prompt_ids
-from finetune.errors import Fault, UserError
+from finetune.errors import UserError
 from finetune.evaluation.items import Item, Message, item_from_row
+from finetune.evaluation.raw_prompts import encode_raw, raw_text
 from finetune.evaluation.suite import FewShotSection, Suite
 
 Arm = Literal["zero_shot", "few_shot", "tuned"]
@@ -21,10 +22,12 @@ _FAULTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Prompt:
-    """The rendered text and its token ids, up to where the answer begins."""
+    """The rendered text and its token ids, up to where the answer begins. `lead` of the ids stand before the text's own
+    (a BOS that the template does not write)."""
 
     text: str
     ids: list[int]
+    lead: int = 0
 
 
 def build_prompts(
@@ -37,16 +40,27 @@ def build_prompts(
 ) -> list[Prompt]:
     """One prompt per item, through the same template and tokenizer calls as a training row.
 
-    few_shot: rows that the few-shot arm may draw examples from. In a suite of texts the prompt is the text itself.
+    few_shot: rows that the few-shot arm may draw examples from. In a suite of texts the prompt is the text itself, and
+    with `prompt_format: raw` the item's text without a template.
     """
     if suite.task == "text":
         return [_text_prompt(item, tokenizer) for item in items]
     shown = few_shot_examples(suite.few_shot, few_shot or [], items) if arm == "few_shot" else []
+    if suite.prompt_format == "raw":
+        return [_raw_prompt(suite, item, tokenizer, arm, shown) for item in items]
     prompts = []
     for item in items:
         ids, text = prompt_ids(arm_messages(suite, item, arm, shown), tokenizer, tools=item.tools)
         prompts.append(Prompt(text, list(ids)))
     return prompts
+
+
+def _raw_prompt(suite: Suite, item: Item, tokenizer: Any, arm: Arm, shown: Sequence[Item]) -> Prompt:
+    text = raw_text(item, suite.raw, system=system_of(suite, arm), shown=shown)
+    ids, lead = encode_raw(text, tokenizer)
+    if not ids:
+        raise UserError("the prompt is empty", where=f"item {item.id}", fix="give the item a prompt")
+    return Prompt(text, ids, lead)
 
 
 def _text_prompt(item: Item, tokenizer: Any) -> Prompt:
@@ -55,7 +69,7 @@ def _text_prompt(item: Item, tokenizer: Any) -> Prompt:
     ids = encode(item.reference, tokenizer)
     if not ids:
         raise UserError("the text is empty", where=f"item {item.id}", fix="remove the item")
-    return Prompt(item.reference, [int(start), *ids])
+    return Prompt(item.reference, [int(start), *ids], lead=1)
 
 
 def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ()) -> list[Message]:
@@ -66,9 +80,7 @@ def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ())
     """
     if arm == "tuned":
         return list(item.messages)
-    system = suite.zero_shot.system
-    if arm == "few_shot" and suite.few_shot is not None and suite.few_shot.system is not None:
-        system = suite.few_shot.system
+    system = system_of(suite, arm)
     own = [message for message in item.messages if message["role"] != "system"]
     if system is not None:
         head: list[Message] = [{"role": "system", "content": system}]
@@ -79,6 +91,13 @@ def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ())
         turns += [message for message in example.messages if message["role"] != "system"]
         turns.append({"role": "assistant", "content": example.reference})
     return head + turns + own
+
+
+def system_of(suite: Suite, arm: Arm) -> str | None:
+    """What the suite tells an untuned arm; nothing to the tuned one, which was trained on the items as they are."""
+    if arm == "few_shot" and suite.few_shot is not None and suite.few_shot.system is not None:
+        return suite.few_shot.system
+    return None if arm == "tuned" else suite.zero_shot.system
 
 
 def few_shot_examples(
@@ -126,29 +145,3 @@ def _one_of_each(candidates: Sequence[Item], tag: str | None, used_groups: Colle
             )
         first.setdefault(value, item)
     return list(first.values())
-
-
-def refuse_too_long(
-    suite: Suite, items: Sequence[Item], prompts: Sequence[Prompt], context_tokens: int | None, arm: Arm
-) -> None:
-    """A prompt whose longest answer would not fit into the model's context is a UserError that names the items."""
-    if context_tokens is None:
-        return
-    room = context_tokens - (0 if suite.task == "text" else suite.decoding.max_new_tokens)
-    long = [
-        (item, len(prompt.ids)) for item, prompt in zip(items, prompts, strict=True) if len(prompt.ids) > room
-    ]
-    if not long:
-        return
-    faults = [
-        Fault(
-            f"the prompt has {tokens} tokens; {room} fit",
-            where=f"suite {suite.name}, arm {arm}, item {item.id}",
-            why=f"the context is {context_tokens} tokens and {suite.decoding.max_new_tokens} are kept for the answer",
-            fix="show fewer examples, shorten the item, or lower decoding.max_new_tokens",
-        )
-        for item, tokens in long[:_FAULTS_SHOWN]
-    ]
-    if len(long) > _FAULTS_SHOWN:
-        faults.append(Fault(f"{len(long) - _FAULTS_SHOWN} more items are too long"))
-    raise UserError(faults)

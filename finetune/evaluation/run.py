@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.data.rows import Row
-from finetune.data.tokenise import generation_stop_ids
 from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.evaluation.answer_keys import Ask, arm_key, wanted_answers
-from finetune.evaluation.generate import Completion, common_prefix, generate
+from finetune.evaluation.answering import Answering
+from finetune.evaluation.generate import Completion
 from finetune.evaluation.items import Item, items_digest, refuse_duplicates
-from finetune.evaluation.measure import check_choices, measure_choices, measure_texts
-from finetune.evaluation.prompts import Arm, Prompt, build_prompts, refuse_too_long
+from finetune.evaluation.measure import check_choices
+from finetune.evaluation.prompts import Arm, Prompt, build_prompts
 from finetune.evaluation.records import (
     ArmSummary,
     PartialRecords,
@@ -27,10 +27,7 @@ from finetune.evaluation.records import (
     summary_path,
     write_arm,
 )
-from finetune.evaluation.sampling import Picker, Sampler, greedy, stream_name
 from finetune.evaluation.scoring import check_references, score_records, summarise_arm
-from finetune.evaluation.server import ServerModel, server_answers
-from finetune.evaluation.stopping import stop_rule
 from finetune.evaluation.suite import Suite
 from finetune.telemetry.progress import Progress
 
@@ -48,46 +45,28 @@ def evaluate_arm(
     key: str,
     adapter_sha256: str | None = None,
     base_model: Any = None,
-    reuse: Sequence[Path] = (),
+    baseline: Sequence[Record] | None = None,
 ) -> ArmSummary:
     """Answer every item with one arm, as often as the suite says, and write `<arm>.jsonl` and `<arm>.summary.json` into `out_folder`.
 
     model: a transformers model, one wrapped by PEFT, or a `ServerModel`. batch_size: rows decoded, or requests sent, at
     a time. key: digest of the weights, their quantization, the adapter and the compute type; tokenizer, template, decoding,
     prompt and repeat are added to it here, answer by answer (see `answer_keys`). base_model: the untuned model, only for
-    suites that measure KL against it with a model that carries no adapter. reuse: folders with answers of the same arm,
-    perhaps to other items.
+    suites that measure KL against it with a model that carries no adapter. baseline: the answers that this arm will be
+    compared with; a suite with `stop_early` then asks no more than it needs.
     An answer that is saved under its key is not given again, only scored again: an interrupted arm continues, and
     a suite with more items or repeats asks for those alone. Raises UserError before any answer for an empty suite,
     repeated ids, references that cannot be scored, and prompts that do not fit the context.
     """
-    job = _prepare(tokenizer, suite, items, arm, few_shot, key)
-    saved = _saved(job, out_folder)
-    if saved is not None:
-        return saved
-    _check_model(job, model)
-    known = saved_answers([out_folder, *reuse], arm, job.wanted)
-    answers = _answer_all(job, model, base_model, known, batch_size=batch_size, folder=out_folder)
-    return _finish(
-        job,
-        answers,
+    job = prepare_arm(tokenizer, suite, items, arm=arm, few_shot=few_shot, key=key)
+    return job.evaluate(
+        model,
         out_folder,
-        adapter_sha256=adapter_sha256,
         batch_size=batch_size,
-        backend="server" if isinstance(model, ServerModel) else "transformers",
+        adapter_sha256=adapter_sha256,
+        base_model=base_model,
+        baseline=baseline,
     )
-
-
-def _check_model(job: _Job, model: Any) -> None:
-    """What has to be known of the model before the work: its context, and whether it can do the suite's task."""
-    if not isinstance(model, ServerModel):
-        context = getattr(_inner(model).config.get_text_config(), "max_position_embeddings", None)
-        refuse_too_long(job.suite, job.items, job.prompts, context, job.arm)
-    elif job.suite.task != "generate":
-        raise UserError(
-            f"suite {job.suite.name} measures likelihoods, which a server does not give for whole texts",
-            fix="evaluate this suite without --server",
-        )
 
 
 def saved_arm(
@@ -102,11 +81,13 @@ def saved_arm(
 ) -> ArmSummary | None:
     """The summary of an arm that has all its answers saved, scored with the suite as it is now; None when answers are
     missing. Needs no model."""
-    return _saved(_prepare(tokenizer, suite, items, arm, few_shot, key), out_folder)
+    return prepare_arm(tokenizer, suite, items, arm=arm, few_shot=few_shot, key=key).saved(out_folder)
 
 
 @dataclass(frozen=True)
-class _Job:
+class ArmJob:
+    """One arm of a suite with everything that decides its answers, before any is given. Made by `prepare_arm`."""
+
     tokenizer: Any
     suite: Suite
     items: Sequence[Item]
@@ -115,22 +96,71 @@ class _Job:
     asks: Sequence[Ask]
 
     @property
-    def wanted(self) -> set[str]:
-        return {ask.key for ask in self.asks}
-
-    @property
     def key(self) -> str:
+        """Digest of everything that decides the arm's answers, over all of them."""
         return arm_key(self.asks)
 
+    def saved(self, folder: Path) -> ArmSummary | None:
+        """The arm's summary where `folder` has all its answers, scored as the suite scores now; else None."""
+        if not summary_path(folder, self.arm).is_file():
+            return None
+        summary = read_summary(folder, self.arm)
+        now = (self.key, self.suite.digest, items_digest(self.items))
+        if (summary.key, summary.suite_digest, summary.items_digest) == now:
+            return summary
+        known = saved_answers([folder], self.arm, {ask.key for ask in self.asks})
+        if len(known.by_key) < len(self.asks):
+            return None
+        return _finish(
+            self,
+            known,
+            folder,
+            adapter_sha256=summary.adapter_sha256,
+            batch_size=summary.batch_size,
+            backend=summary.backend,
+        )
 
-def _prepare(
+    def evaluate(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        batch_size: int,
+        adapter_sha256: str | None = None,
+        base_model: Any = None,
+        baseline: Sequence[Record] | None = None,
+        reuse: Sequence[Path] = (),
+    ) -> ArmSummary:
+        """Give the answers that `folder` lacks (see `evaluate_arm`). reuse: other folders that may have some of them."""
+        saved = self.saved(folder)
+        if saved is not None:
+            return saved
+        answering = Answering(
+            model, self.tokenizer, self.suite, self.items, self.prompts, self.arm, batch_size, base_model
+        )
+        answering.check()
+        known = saved_answers([folder, *reuse], self.arm, {ask.key for ask in self.asks})
+        answers = _answer_all(self, answering, known, folder=folder)
+        return _finish(
+            self,
+            answers,
+            folder,
+            adapter_sha256=adapter_sha256,
+            batch_size=batch_size,
+            backend="server" if answering.on_server else "transformers",
+        )
+
+
+def prepare_arm(
     tokenizer: Any,
     suite: Suite,
     items: Sequence[Item],
+    *,
     arm: Arm,
-    few_shot: Sequence[Row] | None,
+    few_shot: Sequence[Row] | None = None,
     key: str,
-) -> _Job:
+) -> ArmJob:
+    """Build the prompts and the keys of all answers. Raises UserError as `evaluate_arm` does before any answer."""
     if not items:
         raise UserError(
             "the suite has no items",
@@ -144,31 +174,11 @@ def _prepare(
         check_choices(suite.name, items)
     prompts = build_prompts(suite, items, tokenizer, arm=arm, few_shot=few_shot)
     asks = wanted_answers(suite, items, prompts, tokenizer, arm=arm, model_key=key)
-    return _Job(tokenizer, suite, items, prompts, arm, asks)
-
-
-def _saved(job: _Job, folder: Path) -> ArmSummary | None:
-    if not summary_path(folder, job.arm).is_file():
-        return None
-    summary = read_summary(folder, job.arm)
-    now = (job.key, job.suite.digest, items_digest(job.items))
-    if (summary.key, summary.suite_digest, summary.items_digest) == now:
-        return summary
-    known = saved_answers([folder], job.arm, job.wanted)
-    if len(known.by_key) < len(job.asks):
-        return None
-    return _finish(
-        job,
-        known,
-        folder,
-        adapter_sha256=summary.adapter_sha256,
-        batch_size=summary.batch_size,
-        backend=summary.backend,
-    )
+    return ArmJob(tokenizer, suite, items, prompts, arm, asks)
 
 
 def _finish(
-    job: _Job,
+    job: ArmJob,
     answers: SavedAnswers,
     folder: Path,
     *,
@@ -199,9 +209,7 @@ def _finish(
     return summary
 
 
-def _answer_all(
-    job: _Job, model: Any, base_model: Any, known: SavedAnswers, *, batch_size: int, folder: Path
-) -> SavedAnswers:
+def _answer_all(job: ArmJob, answering: Answering, known: SavedAnswers, *, folder: Path) -> SavedAnswers:
     """The known answers and the missing ones, which are saved as they come."""
     label = f"evaluate {job.suite.name}, {job.arm}"
     unit = "items" if job.suite.decoding.repeats == 1 else "answers"
@@ -213,62 +221,13 @@ def _answer_all(
     ):
         progress.skip(len(known.by_key))
         started = time.perf_counter()
-        for completion in _answers(job, todo, model, base_model, batch_size):
+        for completion in answering.answers(todo):
             ask = todo[completion.index]
             answers.seconds = known.seconds + time.perf_counter() - started
             answers.by_key[ask.key] = _record(job, ask, _answer(completion))
             partial.add(answers.by_key[ask.key], answers.seconds)
             progress.advance()
     return answers
-
-
-def _answers(
-    job: _Job, todo: Sequence[Ask], model: Any, base_model: Any, batch_size: int
-) -> Iterator[Completion]:
-    """The completions of `todo`; `Completion.index` is a place in it."""
-    prompts, items = [job.prompts[ask.place] for ask in todo], [job.items[ask.place] for ask in todo]
-    decoding = job.suite.decoding
-    streams = [stream_name(decoding.seed, job.items[ask.place].id, ask.repeat) for ask in todo]
-    if isinstance(model, ServerModel):
-        yield from server_answers(model, prompts, decoding, streams=streams, concurrency=batch_size)
-        return
-    if job.suite.task == "choice":
-        yield from measure_choices(model, job.tokenizer, prompts, items)
-        return
-    if job.suite.task == "text":
-        yield from measure_texts(
-            model,
-            prompts,
-            every_prompt=job.prompts,
-            kl_to_base=job.suite.measures_kl,
-            tuned=job.arm == "tuned",
-            base_model=base_model,
-        )
-        return
-    rule = stop_rule(
-        job.tokenizer,
-        max_new_tokens=decoding.max_new_tokens,
-        stop_strings=decoding.stop,
-        stop_ids=_stop_ids(job.tokenizer, _inner(model)),
-    )
-    # Over all items, not only those left, so that a continued run repeats the arithmetic of an uninterrupted one.
-    prefix = common_prefix([prompt.ids for prompt in job.prompts])
-    ids = [prompt.ids for prompt in prompts]
-    pick: Picker = greedy
-    if decoding.is_sampled:
-        pick = Sampler(streams, temperature=decoding.temperature, top_p=decoding.top_p)
-    yield from generate(model, ids, rule, batch_size=batch_size, shared_prefix=prefix, pick=pick)
-
-
-def _stop_ids(tokenizer: Any, model: Any) -> set[int]:
-    """Every id that ends an answer: the template's end of turn, the tokenizer's and the model's own."""
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = set(generation_stop_ids(tokenizer))
-    return ids | ({own} if isinstance(own, int) else set(own or ()))
-
-
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 _ANSWER = ("output", "output_tokens", "finish_reason", "latency_seconds")
@@ -283,7 +242,7 @@ def _answer(completion: Completion) -> Record:
     }
 
 
-def _record(job: _Job, ask: Ask, answer: Record) -> Record:
+def _record(job: ArmJob, ask: Ask, answer: Record) -> Record:
     """An answer beside the item as it is now."""
     item, prompt = job.items[ask.place], job.prompts[ask.place]
     record: Record = {
@@ -294,6 +253,7 @@ def _record(job: _Job, ask: Ask, answer: Record) -> Record:
         "source": item.source,
         "tags": item.tags,
         "prompt": prompt.text,
+        "question": item.question,
         "prompt_tokens": len(prompt.ids),
         "reference": item.reference,
         **answer,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,11 @@ from finetune.evaluation.sampling import server_seed
 from finetune.evaluation.suite import DecodingSection
 
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_LONGEST_WAIT_SECONDS = 60.0
+# How servers say that a prompt does not fit: vLLM and OpenAI, llama.cpp, TGI.
+_TOO_LONG = re.compile(
+    r"context.{0,24}(length|size|window)|max_new_tokens.{0,20}must be|input is too long", re.I
+)
 
 
 class ServerAway(UserError):
@@ -47,12 +53,17 @@ class ServerModel:
     wait_seconds: float = 1.0
     sends_tokens: bool = True
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One request, tried again when the server is busy or away. Raises UserError when it stays so or refuses."""
+    def post(self, path: str, body: dict[str, Any], *, about: str = "") -> dict[str, Any]:
+        """One request, tried again when the server is busy or away, after the time that it asks for.
+
+        about: what the request is for, named in every message. Raises ServerAway when it stays away, UserError when it
+        refuses.
+        """
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/{path}", json.dumps(body).encode(), headers=self._headers()
         )
         for attempt in range(1, self.tries + 1):
+            wait_seconds = self.wait_seconds * 2 ** (attempt - 1)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:
                     found = json.load(response)
@@ -63,11 +74,12 @@ class ServerModel:
                 said = error.read(2000).decode(errors="replace")
                 if error.code not in _RETRIED_STATUS or attempt == self.tries:
                     kind = ServerAway if error.code in _RETRIED_STATUS else UserError
-                    raise self._fault(f"answered {error.code}: {said[:300]}", kind) from None
+                    raise self.fault(f"answered {error.code}: {said[:300]}", kind, about=about) from None
+                wait_seconds = max(wait_seconds, _asked_to_wait(error.headers.get("Retry-After")))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if attempt == self.tries:
-                    raise self._fault(f"gave no usable answer: {error}", ServerAway) from None
-            time.sleep(self.wait_seconds * 2 ** (attempt - 1))
+                    raise self.fault(f"gave no usable answer: {error}", ServerAway, about=about) from None
+            time.sleep(wait_seconds)
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _headers(self) -> dict[str, str]:
@@ -81,12 +93,29 @@ class ServerModel:
             headers["Authorization"] = f"Bearer {key}"
         return headers
 
-    def _fault(self, what: str, kind: type[UserError] = UserError) -> UserError:
+    def fault(self, what: str, kind: type[UserError] = UserError, *, about: str = "") -> UserError:
+        """A user error of this server: what it did, about what."""
+        where = f"{self.url}, model {self.name}" + (f", {about}" if about else "")
+        if kind is UserError and _TOO_LONG.search(what):
+            return UserError(
+                f"the server {what}",
+                where=where,
+                why="the prompt and its answer do not fit the context that the server was started with",
+                fix="start the server with a longer context, lower decoding.max_new_tokens, or shorten the item",
+            )
         return kind(
             f"the server {what}",
-            where=f"{self.url}, model {self.name}",
+            where=where,
             fix="check URL, model name and the server's log; answers so far are saved, the same command continues",
         )
+
+
+def _asked_to_wait(seconds: str | None) -> float:
+    """The `Retry-After` of a busy server, where it is a number of seconds; never more than a minute."""
+    try:
+        return min(float(seconds or 0.0), _LONGEST_WAIT_SECONDS)
+    except ValueError:
+        return 0.0
 
 
 def server_answers(
@@ -95,18 +124,20 @@ def server_answers(
     decoding: DecodingSection,
     *,
     streams: Sequence[str],
+    names: Sequence[str],
     concurrency: int,
 ) -> Iterator[Completion]:
     """Yield the completion of every prompt as it arrives, `concurrency` requests at a time.
 
-    streams: names of the answers' random numbers (see `stream_name`), for sampling only. `latency_seconds` is the time of the request. Raises UserError when a request fails for good; the requests that are
-    under way are waited for, those not yet sent are dropped.
+    streams: names of the answers' random numbers (see `stream_name`), for sampling only. names: what is asked, for
+    messages. `latency_seconds` is the time of the request. Raises UserError when a request fails for good; the requests
+    that are under way are waited for, those not yet sent are dropped.
     """
     pool = ThreadPoolExecutor(max_workers=concurrency)
     try:
         waiting = [
-            pool.submit(_ask, server, prompt, decoding, place, stream)
-            for place, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
+            pool.submit(_ask, server, prompt, decoding, place, stream, name)
+            for place, (prompt, stream, name) in enumerate(zip(prompts, streams, names, strict=True))
         ]
         for done in as_completed(waiting):
             yield done.result()
@@ -115,7 +146,7 @@ def server_answers(
 
 
 def _ask(
-    server: ServerModel, prompt: Prompt, decoding: DecodingSection, place: int, stream: str
+    server: ServerModel, prompt: Prompt, decoding: DecodingSection, place: int, stream: str, name: str
 ) -> Completion:
     started = time.perf_counter()
     sampling = {"top_p": decoding.top_p, "seed": server_seed(stream)} if decoding.is_sampled else {}
@@ -130,6 +161,7 @@ def _ask(
             **sampling,
             **({"stop": decoding.stop} if decoding.stop else {}),
         },
+        about=f"item {name}",
     )
     seconds = time.perf_counter() - started
     try:
@@ -137,7 +169,9 @@ def _ask(
         text, reason = str(choice["text"]), choice.get("finish_reason")
         tokens = int(found["usage"]["completion_tokens"])
     except (KeyError, IndexError, TypeError, ValueError):
-        raise server._fault(f"answered in another format: {json.dumps(found)[:300]}") from None
+        raise server.fault(
+            f"answered in another format: {json.dumps(found)[:300]}", about=f"item {name}"
+        ) from None
     cuts = [at for at in (text.find(stop) for stop in decoding.stop) if at >= 0]
     return Completion(
         place,

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.build import build_dataset, default_builds_root
 from finetune.data.rows import Row, Side
 from finetune.errors import Fault, UserError
 from finetune.evaluation.item_source import ItemsSection
-from finetune.evaluation.item_template import ColumnFault, item_from_record
+from finetune.evaluation.item_template import ColumnError, item_from_record
 from finetune.evaluation.items import Item, cluster_of, items_digest, items_from_rows, refuse_duplicates
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
@@ -47,15 +46,12 @@ def load_suite_data(
     dataset_spec: where the few-shot rows of a suite with a JSONL file come from (the recipe's dataset). max_items: only
     the first ones, for a smoke run. Raises UserError for an empty suite and for every faulty line of a file at once.
     """
-    root = builds_root or default_builds_root()
     spec = dataset_spec
     if suite.items.spec is not None:
         spec = find_declarative(
             "data", suite.items.spec, relative_to=suite.path.parent, where=f"{suite.path}: items.spec"
         )
-        items = items_from_rows(
-            build_dataset(spec, root).rows(_side(suite.items.split)), cluster_key=suite.cluster
-        )
+        items = items_from_rows(_built(spec, suite.items.split, builds_root), cluster_key=suite.cluster)
     else:
         items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in _own_items(suite)]
     if not items:
@@ -65,7 +61,7 @@ def load_suite_data(
             why=f"nothing is in {suite.items_file or f'split {suite.items.split} of {suite.items.spec or suite.items.hub}'}",
             fix="name another split or file under items:",
         )
-    return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, root)))
+    return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, builds_root)))
 
 
 def _own_items(suite: Suite) -> list[Item]:
@@ -86,7 +82,7 @@ def _hub_items(suite: Suite, split: str) -> list[Item]:
     return items_from_records(records, section, source=name, texts=suite.task == "text")
 
 
-def _shown_rows(suite: Suite, spec: Path | None, builds_root: Path) -> list[Row]:
+def _shown_rows(suite: Suite, spec: Path | None, builds_root: Path | None) -> list[Row]:
     """Candidates for the few-shot arm."""
     shown = suite.few_shot
     if shown is None:
@@ -95,7 +91,13 @@ def _shown_rows(suite: Suite, spec: Path | None, builds_root: Path) -> list[Row]
         return [_row(item) for item in read_items(suite.path.parent / shown.jsonl, section=suite.items)]
     if suite.items.hub is not None:
         return [_row(item) for item in _hub_items(suite, shown.split)]
-    return build_dataset(spec, builds_root).rows(_side(shown.split)) if spec is not None else []
+    return _built(spec, shown.split, builds_root) if spec is not None else []
+
+
+def _built(spec: Path, split: str, builds_root: Path | None) -> list[Row]:
+    from finetune.data.build import build_dataset, default_builds_root
+
+    return build_dataset(spec, builds_root or default_builds_root()).rows(_side(split))
 
 
 def _row(item: Item) -> Row:
@@ -173,7 +175,7 @@ def items_from_records(
             continue
         try:
             items.append(item_from_record(record, section, number=number, source=source, texts=texts))
-        except ColumnFault as fault:
+        except ColumnError as fault:
             faults.append(Fault(str(fault), place, fix="correct the suite's items section"))
     if len(faults) > _FAULTS_SHOWN:
         faults = [*faults[:_FAULTS_SHOWN], Fault(f"{len(faults) - _FAULTS_SHOWN} more records make no item")]

@@ -9,8 +9,9 @@ import pytest
 from finetune.data.rows import Row
 from finetune.data.tokenise import prompt_ids, tokenise_row
 from finetune.errors import UserError
+from finetune.evaluation.context_window import refuse_too_long
 from finetune.evaluation.items import Item, item_from_row, items_from_rows
-from finetune.evaluation.prompts import arm_messages, build_prompts, few_shot_examples, refuse_too_long
+from finetune.evaluation.prompts import arm_messages, build_prompts, few_shot_examples
 from finetune.evaluation.suite import Suite
 
 
@@ -86,11 +87,11 @@ def test_prompts_longer_than_the_context_name_every_item(suite: Suite, tiny_toke
     items = items_from_rows([_row(1), _row(2)])
     tokens = len(prompt_ids(items[0].messages, tiny_tokenizer)[0])
     prompts = build_prompts(suite, items, tiny_tokenizer, arm="tuned")
-    refuse_too_long(suite, items, prompts, tokens + 12, "tuned")
+    refuse_too_long(suite, items, prompts, tokens + 12, "tuned", tiny_tokenizer)
     with pytest.raises(UserError) as caught:
-        refuse_too_long(suite, items, prompts, tokens + 11, "tuned")
+        refuse_too_long(suite, items, prompts, tokens + 11, "tuned", tiny_tokenizer)
     assert [fault.where for fault in caught.value.faults] == [
         "suite tiny, arm tuned, item row-1",
         "suite tiny, arm tuned, item row-2",
     ]
-    assert f"{tokens} tokens; {tokens - 1} fit" in str(caught.value)
+    assert f"needs {tokens + 12} tokens; the context is {tokens + 11}" in str(caught.value)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.evaluation import run as run_module
+from finetune.evaluation import answering as answering_module
 from finetune.evaluation.generate import Completion, generate
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import partial_path, read_records, read_summary, records_path
-from finetune.evaluation.run import evaluate_arm
+from finetune.evaluation.run import evaluate_arm, prepare_arm
 from finetune.evaluation.suite import Suite, load_suite
 
 
@@ -40,7 +40,7 @@ class _Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
         self.die_after: int | None = None
-        monkeypatch.setattr(run_module, "generate", self._generate)
+        monkeypatch.setattr(answering_module, "generate", self._generate)
 
     def _generate(self, model: Any, prompts: Any, rule: Any, **options: Any) -> Iterator[Completion]:
         self.asked.append(len(prompts))
@@ -171,11 +171,19 @@ def test_a_changed_tag_or_reference_changes_the_record_without_an_answer(
 
 
 def test_answers_of_the_same_arm_in_other_folders_are_used(
-    evaluate: Any, calls: _Calls, items: list[Item], tmp_path: Path
+    evaluate: Any,
+    calls: _Calls,
+    suite: Suite,
+    items: list[Item],
+    tmp_path: Path,
+    lively_model: Any,
+    tiny_tokenizer: Any,
 ) -> None:
     evaluate(items=items[:4], out_folder=tmp_path / "first")
     evaluate(items=items[3:7], out_folder=tmp_path / "second")
-    evaluate(reuse=[tmp_path / "first", tmp_path / "second"])
+    job = prepare_arm(tiny_tokenizer, suite, items, arm="zero_shot", key="weights-1")
+    folders = [tmp_path / "first", tmp_path / "second", tmp_path / "nothing"]
+    job.evaluate(lively_model, tmp_path / "out", batch_size=4, reuse=folders)
     assert calls.asked == [4, 4, 3]
     assert len(read_records(tmp_path / "out", "zero_shot")) == 10
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +13,12 @@ from finetune.evaluation.items import Item
 from finetune.evaluation.records import partial_path, read_records
 from finetune.evaluation.run import evaluate_arm
 from finetune.evaluation.server import ServerModel
-from finetune.evaluation.suite import Suite
-
-
-class FakeServer(ThreadingHTTPServer):
-    """Answers with the model's name and the number of prompt tokens; `faults` are sent first, one a request."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.faults: list[tuple[int, bytes]] = []
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append(body)
-            self.server.keys.append(self.headers.get("Authorization"))
-            status, answer = self.server.faults.pop(0) if self.server.faults else (200, b"")
-        if status == 200 and not answer:
-            text = f"{body['model']} {len(body['prompt'])} STOP more"
-            usage = {"completion_tokens": 4}
-            answer = json.dumps(
-                {"choices": [{"text": text, "finish_reason": "stop"}], "usage": usage}
-            ).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.suite_data import load_suite_data
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        thread = threading.Thread(target=fake.serve_forever, daemon=True)
-        thread.start()
-        yield fake
-        fake.shutdown()
-
-
-@pytest.fixture
-def evaluate(server: FakeServer, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path) -> Any:
+def evaluate(server: Any, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path) -> Any:
     def call(**changes: Any) -> Any:
         model = ServerModel(server.url, "mine", wait_seconds=0.0, timeout_seconds=5.0, **changes)
         options: dict[str, Any] = {
@@ -84,9 +32,7 @@ def evaluate(server: FakeServer, tiny_tokenizer: Any, suite: Suite, items: list[
     return call
 
 
-def test_the_server_gets_our_tokens_and_decodes_greedily(
-    evaluate: Any, server: FakeServer, tmp_path: Path
-) -> None:
+def test_the_server_gets_our_tokens_and_decodes_greedily(evaluate: Any, server: Any, tmp_path: Path) -> None:
     summary = evaluate()
     records = read_records(tmp_path / "out", "zero_shot")
     assert [record["output"] for record in records] == [
@@ -98,29 +44,25 @@ def test_the_server_gets_our_tokens_and_decodes_greedily(
     assert (summary.backend, summary.output_tokens) == ("server", 40)
 
 
-def test_stop_strings_are_sent_and_cut(
-    evaluate: Any, server: FakeServer, suite: Suite, tmp_path: Path
-) -> None:
+def test_stop_strings_are_sent_and_cut(evaluate: Any, server: Any, suite: Suite, tmp_path: Path) -> None:
     suite.decoding.stop.append("STOP")
     evaluate()
     assert server.asked[0]["stop"] == ["STOP"]
     assert all(record["output"].endswith(" ") for record in read_records(tmp_path / "out", "zero_shot"))
 
 
-def test_text_is_sent_to_servers_that_take_no_tokens(evaluate: Any, server: FakeServer) -> None:
+def test_text_is_sent_to_servers_that_take_no_tokens(evaluate: Any, server: Any) -> None:
     evaluate(sends_tokens=False)
     assert server.asked[0]["prompt"].startswith("<|im_start|>system\nAnswer with JSON.")
 
 
-def test_a_busy_server_is_asked_again(evaluate: Any, server: FakeServer) -> None:
+def test_a_busy_server_is_asked_again(evaluate: Any, server: Any) -> None:
     server.faults = [(503, b"busy"), (500, b"oops"), (200, b"not json"), (429, b"slow down")]
     assert evaluate().n == 10
     assert len(server.asked) == 14
 
 
-def test_a_refusal_is_told_at_once_and_answers_are_kept(
-    evaluate: Any, server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_refusal_is_told_at_once_and_answers_are_kept(evaluate: Any, server: Any, tmp_path: Path) -> None:
     server.faults = [(200, b"")] * 4 + [(404, b"no such model")] * 6
     with pytest.raises(UserError, match="answered 404: no such model") as caught:
         evaluate()
@@ -133,20 +75,20 @@ def test_a_refusal_is_told_at_once_and_answers_are_kept(
 
 
 @pytest.mark.parametrize("answer", [b'{"choices":[]}', b'{"choices":[{"text":"a"}]}', b'{"error":"x"}'])
-def test_an_answer_in_another_format_is_named(evaluate: Any, server: FakeServer, answer: bytes) -> None:
+def test_an_answer_in_another_format_is_named(evaluate: Any, server: Any, answer: bytes) -> None:
     server.faults = [(200, answer)] * 10
     with pytest.raises(UserError, match="answered in another format"):
         evaluate()
 
 
-def test_a_server_that_is_not_there_is_a_user_error(evaluate: Any, server: FakeServer) -> None:
+def test_a_server_that_is_not_there_is_a_user_error(evaluate: Any, server: Any) -> None:
     server.faults = [(503, b"down")] * 100
     with pytest.raises(UserError, match="answered 503"):
         evaluate(tries=2)
 
 
 def test_the_key_comes_from_the_environment(
-    evaluate: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    evaluate: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(UserError, match="MY_KEY is not set"):
@@ -156,12 +98,101 @@ def test_the_key_comes_from_the_environment(
     assert set(server.keys) == {"Bearer s3cret"}
 
 
-def test_likelihood_suites_are_refused(
-    server: FakeServer, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"error":{"message":"This model\'s maximum context length is 512 tokens. However, you requested 600"}}',
+        b'{"error":{"message":"the request exceeds the available context size"}}',
+        b'{"error":"Input validation error: `inputs` tokens + `max_new_tokens` must be <= 512"}',
+    ],
+)
+def test_an_item_too_long_for_the_server_is_named(evaluate: Any, server: Any, said: bytes) -> None:
+    server.faults = [(400, said)] * 10
+    with pytest.raises(UserError, match="item item-") as caught:
+        evaluate()
+    assert "longer context" in str(caught.value)
+
+
+def test_a_busy_server_says_how_long_to_wait(
+    evaluate: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = suite.model_copy(update={"task": "text"})
-    with pytest.raises(UserError, match="measures likelihoods"):
+    slept: list[float] = []
+    monkeypatch.setattr("finetune.evaluation.server.time.sleep", slept.append)
+    server.headers = {"Retry-After": "7"}
+    server.faults = [(429, b"slow down")]
+    evaluate()
+    assert slept == [7.0]
+
+
+LETTERS = """\
+suite: 1
+name: letters
+task: choice
+items: {jsonl: items.jsonl}
+scorers: [choice_accuracy, choice_accuracy_per_token]
+primary_metric: choice_accuracy
+cluster: null
+"""
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> tuple[Suite, list[Item]]:
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    lines = [
+        {
+            "id": f"q{n}",
+            "prompt": f"question {n}",
+            "reference": "yes",
+            "check": {"choices": ["yes", "no, never"]},
+        }
+        for n in range(4)
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "letters.yaml").write_text(LETTERS)
+    suite = load_suite(folder / "letters.yaml")
+    return suite, list(load_suite_data(suite).items)
+
+
+def test_likelihoods_of_a_server_are_the_models_own(
+    server: Any, lively_model: Any, tiny_tokenizer: Any, letters: tuple[Suite, list[Item]], tmp_path: Path
+) -> None:
+    server.model = lively_model
+    found = {}
+    for name, model in (("here", lively_model), ("there", ServerModel(server.url, "mine"))):
         evaluate_arm(
-            ServerModel(server.url, "mine"), tiny_tokenizer, texts, items,
-            arm="zero_shot", batch_size=1, out_folder=tmp_path, key="k",
+            model, tiny_tokenizer, *letters, arm="tuned", batch_size=2, out_folder=tmp_path / name, key=name
         )  # fmt: skip
+        found[name] = read_records(tmp_path / name, "tuned")
+    for here, there in zip(found["here"], found["there"], strict=True):
+        mine, theirs = json.loads(here["output"]), json.loads(there["output"])
+        assert theirs["log_likelihoods"] == pytest.approx(mine["log_likelihoods"], rel=1e-4)
+        assert theirs["tokens"] == mine["tokens"]
+        assert here["scores"] == there["scores"]
+    assert all(body["echo"] and body["max_tokens"] == 1 for body in server.asked)
+
+
+def test_a_server_without_logprobs_is_refused(
+    server: Any, tiny_tokenizer: Any, letters: tuple[Suite, list[Item]], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "arm": "zero_shot",
+        "batch_size": 1,
+        "out_folder": tmp_path / "out",
+        "key": "k",
+    }
+    with pytest.raises(UserError, match="does not give the log-probability"):
+        evaluate_arm(ServerModel(server.url, "mine"), tiny_tokenizer, *letters, **options)
+    with pytest.raises(UserError, match="takes token ids"):
+        evaluate_arm(ServerModel(server.url, "mine", sends_tokens=False), tiny_tokenizer, *letters, **options)
+
+
+def test_kl_to_the_base_is_refused_on_a_server(server: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    suite = load_suite("forgetting")
+    items = load_suite_data(suite, max_items=2).items
+    with pytest.raises(UserError, match="which a server does not show"):
+        evaluate_arm(
+            ServerModel(server.url, "mine"), tiny_tokenizer, suite, items,
+            arm="tuned", batch_size=1, out_folder=tmp_path, key="k",
+        )  # fmt: skip
+    assert server.asked == []
