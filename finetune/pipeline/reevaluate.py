@@ -15,6 +15,7 @@ from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, canary_differs, refuse_same_answers
 from finetune.evaluation.compare import compare_saved
 from finetune.evaluation.noise import flip_rate, with_other_seed
+from finetune.evaluation.power import plan_suite
 from finetune.evaluation.prompts import Arm, build_prompts
 from finetune.evaluation.run import evaluate_arm, saved_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
@@ -140,6 +141,9 @@ def compare_run(
     if baseline == BASE:  # all answers of one model first, so that two models are never in memory together
         for data in every:
             run.answer(data, arms[data.suite.name])
+            if run.answers.tuned(data.suite.name).summary() is None:
+                for line in plan_suite(data.suite, [arms[data.suite.name].records()]).lines():
+                    run.context.say(line)
     for data in every:
         tuned = run.answer(data, run.answers.tuned(data.suite.name))
         if run.served is not None and baseline == BASE:

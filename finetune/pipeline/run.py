@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from finetune.paths import disk_faults, runs_root, write_atomic, write_json
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import LOCK_NAME, RunManifest, refuse_foreign
+from finetune.pipeline.power import announce_power
 from finetune.pipeline.stages import (
     RunContext,
     baseline_stage,
@@ -56,7 +57,7 @@ def run_recipe(
     with disk_faults(folder):
         refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    with _only_process(folder):
+    with _only_process(folder), _report_when_interrupted(folder):
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
         say(f"run folder: {_short(folder)}")
         _describe(inputs, manifest)
@@ -68,6 +69,8 @@ def run_recipe(
         ]
         check_stage(context, rows)
         baseline_stage(context, suites)
+        announce_power(context, suites)
+        write_report(folder)  # what is known before the tuning, while it runs
         train_stage(context, rows)
         tuned_stage(context, suites)
         comparison = compare_stage(context, suites)
@@ -86,6 +89,19 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
         **{f"suite {suite.name}": suite.digest for suite in inputs.suites},
     }
     manifest.save()
+
+
+@contextmanager
+def _report_when_interrupted(folder: Path) -> Iterator[None]:
+    """After Ctrl-C, leave a report of how far the run came; the interruption goes on."""
+    from finetune.report.page import write_report
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(UserError):
+            write_report(folder)
+        raise
 
 
 @contextmanager
