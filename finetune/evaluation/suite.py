@@ -143,17 +143,13 @@ class Suite(Section):
     slices: SlicesSection = Field(default_factory=SlicesSection)
     _path: Path = PrivateAttr(default=Path())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _raw_answers_end(cls, given: Any) -> Any:
+    @model_validator(mode="after")
+    def _raw_answers_end(self) -> Suite:
         """A base model goes on to the next example rather than end its turn: that is where its answer ends."""
-        if not isinstance(given, dict) or given.get("prompt_format") != "raw":
-            return given
-        decoding, raw = given.get("decoding") or {}, given.get("raw") or {}
-        if not isinstance(decoding, dict) or not isinstance(raw, dict) or decoding.get("stop"):
-            return given
-        stop = raw.get("example_separator", RawSection().example_separator)
-        return {**given, "decoding": {**decoding, "stop": [stop]}}
+        if self.prompt_format == "raw" and not self.decoding.stop:
+            stop = [self.raw.example_separator]
+            self.__dict__["decoding"] = self.decoding.model_copy(update={"stop": stop})  # still being made
+        return self
 
     @model_validator(mode="after")
     def _metrics_fit(self) -> Suite:
