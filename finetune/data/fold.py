@@ -7,16 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+# ASCII in lower case, with all white space that `str.split` knows as spaces.
+_FOLDED = bytes(
+    32 if 9 <= value <= 13 or 28 <= value <= 31 else value for value in range(128)
+).lower() + bytes(128)
+
+
 def fold_text(text: str) -> str:
     """Unicode NFKC, case folded, runs of white space as one space."""
-    if text.isascii():  # both foldings are the lower case there, ten times faster
-        return " ".join(text.lower().split())
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    if not text.isascii():
+        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    # Of ASCII both foldings are the lower case, and most of it has no runs of spaces: several times faster.
+    folded = text.encode().translate(_FOLDED)
+    return (b" ".join(folded.split()) if b"  " in folded else folded).strip(b" ").decode()
 
 
 def fold_turns(turns: Sequence[Mapping[str, Any]]) -> str:
     """A conversation, folded: roles and contents, so that only their order and words matter."""
-    return fold_text("\x01".join([f"{turn['role']}\x00{turn.get('content') or ''}" for turn in turns]))
+    return "\x01".join([f"{turn['role']}\x00{fold_text(turn.get('content') or '')}" for turn in turns])
 
 
 def normalised_opening(turns: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,16 @@ from finetune.recipe.schema import Count, Section, Share
 Words = Annotated[list[str], Field(min_length=1)]
 
 
-class HomeIntentsSource(Section):
+class WeighedSource(Section):
+    """What every source has."""
+
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Share of the train rows, relative to the other sources of a list; none: all rows are used.",
+    )
+
+
+class HomeIntentsSource(WeighedSource):
     """Utterances sampled from the sentence templates of the `home-assistant-intents` package."""
 
     kind: Literal["home_intents"]
@@ -46,7 +55,7 @@ Shape = Literal[
 ]
 
 
-class RowsSource(Section):
+class RowsSource(WeighedSource):
     """What every source of a user's own rows has in common: how a record of the file becomes a row."""
 
     format: Format = Field("auto", description="File format; `auto` looks at the content, then at the name.")
@@ -77,6 +86,7 @@ class RowsSource(Section):
         description="Text encoding, e.g. `utf-16` or `cp1252`; `auto` takes UTF-8 or what the bytes show.",
     )
     delimiter: str = Field("auto", description="Character between the columns of CSV; `auto` finds it.")
+    quoted: bool = Field(True, description="Whether double quotes enclose cells of CSV; false: they are text.")
     text_unit: Literal["paragraph", "line", "file"] = Field(
         "paragraph", description="What a row of plain text is; paragraphs end at blank lines."
     )

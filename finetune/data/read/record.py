@@ -13,7 +13,7 @@ class RowError(ValueError):
     """A record that is no row; the message is the reason given in the ledger."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every row, and a frozen one takes three times as long
 class Record:
     """One row as its file has it.
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from finetune.data.fold import normalised_opening
+from finetune.data.fold import fold_text, normalised_opening
 from finetune.data.read.json_line import parse_value
 from finetune.data.read.record import Record, RowError
 from finetune.data.read.shapes import RULES, Fields, shape_fields, shape_of
 from finetune.data.read.turns import INSTRUCTING, TurnKeys, as_text
-from finetune.data.rows import Row, digest_content
+from finetune.data.rows import Row, Turn, digest_content
 from finetune.data.spec_source import RowsSource, Shape
 from finetune.digest import digest_bytes
 
@@ -31,6 +31,8 @@ class RowMaker:
         self._keys = TurnKeys(source.role_key, source.content_key, source.roles)
         self._columns = {key: _getter(said) for key, said in source.columns.items()}
         self._json_columns = [(column, path_getter(column)) for column in source.json_columns]
+        self._tags = [(tag, path_getter(tag)) for tag in source.tags]
+        self._group_by = path_getter(source.group_by) if source.group_by else None
         own = {*source.tags, *([source.group_by] if source.group_by else [])}
         mapped = {column for said in source.columns.values() for column in columns_in(said)}
         self._used: dict[Shape, frozenset[str]] = {
@@ -46,43 +48,41 @@ class RowMaker:
         mapped = self._mapped(given) if self._columns else given
         shape = shape_of(mapped) if source.shape == "auto" else source.shape
         fields = shape_fields(mapped, shape, self._keys)
-        if not given.keys() <= self._used[shape]:
+        if not self._used[shape].issuperset(given):
             self._ignored_keys.update([key for key in given if key not in self._used[shape]])
         return self._row(record.line, given, fields)
 
     def _row(self, line: int, given: dict[str, Any], fields: Fields) -> Row:
         source = self._source
-        messages = fields.get("messages", [])
+        messages: list[Turn] = fields.pop("messages", [])
         if source.system is not None and messages and messages[0]["role"] not in INSTRUCTING:
             messages.insert(0, {"role": "system", "content": source.system})
-        fields["messages"] = tuple(messages)
-        learnt = [messages, fields.get("tools", ())] if "kind" not in fields else sorted(fields.items())
+        learnt = [messages, sorted(fields.items())] if fields else [messages]
         return Row(
-            id=f"row-{digest_content(learnt)[:16]}",
-            group=self._group(given, fields),
-            source=f"{self._name}:{line}",
-            tags=self._tags(given) if source.tags else {},
+            f"row-{digest_content(learnt)[:16]}",
+            tuple(messages),
+            self._group(given, messages, fields),
+            f"{self._name}:{line}",
+            self._tags_of(given) if self._tags else {},
             **fields,
         )
 
-    def _group(self, given: dict[str, Any], fields: Fields) -> str:
-        key = self._source.group_by
-        if key is not None:
-            value = path_getter(key)(given)
-            if value is _MISSING or value is None:
-                raise RowError(f"the row has no '{key}', which source.group_by asks for")
-            return f"{key}={as_text(value)}"
-        turns = fields["messages"]
-        if turns:
-            return f"opening-{digest_bytes(normalised_opening(turns).encode())[:16]}"
-        text = fields.get("text") or " ".join(map(str, fields["input_ids"]))
-        opening = normalised_opening([{"role": "text", "content": text}])
+    def _group(self, given: dict[str, Any], messages: list[Turn], fields: Fields) -> str:
+        if self._group_by is not None:
+            value = self._group_by(given)
+            if value is _MISSING or value is None or value == "":
+                raise RowError(f"the row has no '{self._source.group_by}', which source.group_by asks for")
+            return f"{self._source.group_by}={as_text(value)}"
+        if messages:
+            opening = normalised_opening(messages)
+        else:  # text or tokens: the whole row is what must not be on two sides
+            opening = fold_text(fields.get("text") or " ".join(map(str, fields["input_ids"])))
         return f"opening-{digest_bytes(opening.encode())[:16]}"
 
-    def _tags(self, given: dict[str, Any]) -> dict[str, str]:
-        found = {key: path_getter(key)(given) for key in self._source.tags}
+    def _tags_of(self, given: dict[str, Any]) -> dict[str, str]:
+        found = [(tag, get(given)) for tag, get in self._tags]
         return {
-            key: as_text(value) for key, value in found.items() if value is not _MISSING and value is not None
+            tag: as_text(value) for tag, value in found if value is not _MISSING and value not in (None, "")
         }
 
     def _mapped(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +109,13 @@ def columns_in(said: str) -> list[str]:
 
 def path_getter(path: str) -> Getter:
     """The value under a key, or under `outer.inner` where no key is called so."""
+    if "." not in path:
+        return lambda given: given.get(path, _MISSING)
     steps = path.split(".")
 
     def get(given: dict[str, Any]) -> Any:
         value: Any = given.get(path, _MISSING)
-        if value is _MISSING and len(steps) > 1:
+        if value is _MISSING:
             value = given
             for step in steps:
                 value = value.get(step, _MISSING) if isinstance(value, dict) else _MISSING

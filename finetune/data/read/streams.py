@@ -110,13 +110,18 @@ def text_lines(stream: IO[bytes], encoding: str, number: int = 1, byte: int = 0)
             number += 1
             byte += len(raw)
         return
-    for line in io.TextIOWrapper(stream, encoding, errors="finetune_faulty", newline="\n"):
+    for line in text_stream(stream, encoding):
         text = line
         if number == 1 and line.startswith("\ufeff"):
             text, byte = line[1:], len("\ufeff".encode(encoding))
         yield number, byte, text.encode("utf-8", errors="surrogatepass")
         number += 1
         byte += len(text.encode(encoding, errors="replace"))
+
+
+def text_stream(stream: IO[bytes], encoding: str) -> io.TextIOWrapper:
+    """Decoded text, line ends as written; what is not valid becomes a lone surrogate, which no UTF-8 can hold."""
+    return io.TextIOWrapper(stream, encoding, errors="finetune_faulty", newline="\n")
 
 
 def _mark_faulty(error: UnicodeError) -> tuple[str, int]:
