@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,7 +72,25 @@ def lm_eval_hf(model: Any, prompts: Sequence[Prompt], rule: StopRule, batch_size
     return [str(text) for text in backend.generate_until(requests)]
 
 
-def measure(items: int, batch_size: int, arm: str, dtype: str, model_id: str) -> dict[str, Any]:
+def products_seconds(model: Any, n_rows: int) -> float:
+    """Seconds that the model's matrix products alone take for each of `n_rows` rows that go through together."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    inputs = {
+        width: torch.randn(n_rows, width, dtype=layers[0].weight.dtype)
+        for width in {layer.in_features for layer in layers}
+    }
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        for layer in layers:
+            torch.nn.functional.linear(inputs[layer.in_features], layer.weight)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:]) / n_rows
+
+
+def measure(
+    items: int, batch_size: int, arm: str, dtype: str, model_id: str, *, with_generate: bool
+) -> dict[str, Any]:
     """Seconds, items and output tokens a second of every backend, and how many answers are ours word for word."""
     source = resolve_model(model_id)
     tokenizer, model = load_tokenizer(source), load_model(source, dtype=dtype, attention="sdpa")
@@ -90,6 +109,8 @@ def measure(items: int, batch_size: int, arm: str, dtype: str, model_id: str) ->
     }
     if importlib.util.find_spec("lm_eval") is not None:
         backends["lm-eval hf"] = lm_eval_hf
+        if not with_generate:
+            del backends["transformers generate"]
     ours(model, prompts[:2], rule, 2)  # threads and kernels warmed up
     rows: dict[str, Any] = {}
     texts: dict[str, list[str]] = {}
@@ -107,11 +128,15 @@ def measure(items: int, batch_size: int, arm: str, dtype: str, model_id: str) ->
             "output_tokens_per_second": round(tokens / seconds, 1),
             "answers_like_ours": same,
         }
+    shared = common_prefix([prompt.ids for prompt in prompts])
+    read = shared + sum(len(prompt.ids) - shared for prompt in prompts)
+    written = rows["finetune"]["output_tokens_per_second"] * rows["finetune"]["seconds"]
+    products = read * products_seconds(model, 512) + written * products_seconds(model, batch_size)
     return {
         "model": source.id, "arm": arm, "dtype": dtype, "items": len(prompts), "batch_size": batch_size,
-        "max_new_tokens": rule.max_new_tokens,
+        "max_new_tokens": rule.max_new_tokens, "products_seconds": round(products, 1),
         "prompt_tokens_per_item": round(sum(len(prompt.ids) for prompt in prompts) / len(prompts)),
-        "shared_prefix_tokens": common_prefix([prompt.ids for prompt in prompts]),
+        "shared_prefix_tokens": shared,
         "threads": torch.get_num_threads(), "backends": rows,
     }  # fmt: skip
 
@@ -123,10 +148,16 @@ def main() -> None:
     parser.add_argument("--arm", choices=["zero_shot", "few_shot", "tuned"])
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--model", default="builtin:smollm2-135m-instruct")
+    parser.add_argument("--with-generate", action="store_true", help="also transformers' generate by itself")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     arms = [given.arm] if given.arm else ["few_shot", "tuned"]
-    found = [measure(given.items, given.batch_size, arm, given.dtype, given.model) for arm in arms]
+    found = [
+        measure(
+            given.items, given.batch_size, arm, given.dtype, given.model, with_generate=given.with_generate
+        )
+        for arm in arms
+    ]
     rows = []
     for one in found:
         fastest = one["backends"]["finetune"]["seconds"]
@@ -159,6 +190,18 @@ def main() -> None:
         + ".",
         "",
         *table(header, rows),
+        "",
+        *(
+            f"Of our {one['backends']['finetune']['seconds']:.1f} s for {one['arm']}, the model's matrix products take "
+            f"{one['products_seconds']:.1f} s at {one['batch_size']} rows a step; the rest is attention over the cache, norms, activations."
+            for one in found
+        ),
+        *(
+            f"All prompts together, {name}: {sum(one['backends'][name]['seconds'] for one in found):.1f} s, "
+            f"{sum(one['backends'][name]['seconds'] for one in found) / sum(one['backends']['finetune']['seconds'] for one in found):.2f} × ours."
+            for name in first["backends"]
+            if name != "finetune"
+        ),
     ]
     write_section("Evaluation: items answered beside other backends", lines)
     if given.json:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import write_section
 
 from finetune.stats.binary import mcnemar_mid_p, tango_interval
 from finetune.stats.bootstrap import RESAMPLES, bootstrap_p_value, bootstrap_statistics, critical_value
@@ -452,6 +453,40 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def summary(
+    results: Sequence[Result],
+    peeking: dict[str, float],
+    margins: Sequence[dict[str, float]],
+    simulations: int,
+    seconds: float,
+) -> list[str]:
+    """Markdown: how many scenarios keep every target, those that do not and why, non-inferiority and peeking."""
+    missed = [result for result in results if result.misses]
+    noise = 100 * math.sqrt(0.05 * 0.95 / simulations)
+    worst = max(result.false_positives for result in results)
+    return [
+        f"{len(results) - len(missed)} of {len(results)} scenarios keep every target ({simulations:,} simulations each, standard error "
+        f"of a 5 % rate {noise:.2f} points; {seconds:.0f} s). Most false positives: {worst:.2%}. Those that miss one:",
+        "",
+        *(
+            f"- {result.name}, n = {result.n}: {', '.join(result.misses)}"
+            + (f" ({result.note})" if result.note else "")
+            for result in missed
+        ),
+        "",
+        "Non-inferiority, margin 2 points, one-sided 5 %, n planned for 80 % power:",
+        "",
+        *(
+            f"- {row['discordance']:.0%} discordant, n = {row['n']:.0f}: passes {row['false_pass']:.2%} at a loss of 2 points, "
+            f"{row['power']:.1%} at no loss"
+            for row in margins
+        ),
+        "",
+        f"Peeking during 2,000 equal items: a fixed-n test after every 100 gives {peeking['fixed_n_test_every_100']:.1%} "
+        f"false positives, the e-process after every item {peeking['e_process_every_item']:.1%}.",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--simulations", type=int, default=10_000)
@@ -466,28 +501,11 @@ def main() -> None:
             print(table(results[-1:]).splitlines()[-1] if len(results) > 1 else table(results), flush=True)
     peeking = run_peeking(arguments.simulations, arguments.seed)
     margins = run_noninferiority(arguments.simulations, arguments.seed)
-    print("\nnon-inferiority, margin 2 points, one-sided 5 %, n planned for 80 % power:")
-    for row in margins:
-        print(
-            f"  {row['discordance']:4.0%} discordant, n = {row['n']:.0f}: passes {row['false_pass']:.2%} at a loss of 2 points, "
-            f"{row['power']:.1%} at no loss"
-        )
-    print(
-        f"\npeeking during 2,000 equal items: a fixed-n test after every 100 gives {peeking['fixed_n_test_every_100']:.1%} "
-        f"false positives, the e-process after every item {peeking['e_process_every_item']:.1%}"
-    )
-    missed = [result for result in results if result.misses]
-    noise = math.sqrt(0.05 * 0.95 / arguments.simulations)
-    print(
-        f"\n{len(results) - len(missed)} of {len(results)} scenarios keep every target; "
-        f"{arguments.simulations:,} simulations each (standard error of a 5 % rate: {100 * noise:.2f} points), "
-        f"{time.perf_counter() - began:.0f} s"
-    )
-    for result in missed:
-        print(
-            f"  missed: {result.name}, n = {result.n}: {', '.join(result.misses)}"
-            + (f"; {result.note}" if result.note else "")
-        )
+    lines = summary(results, peeking, margins, arguments.simulations, time.perf_counter() - began)
+    if arguments.only:
+        print("\n".join(lines))
+    else:
+        write_section("Statistics: error rates by simulation", ["```", table(results), "```", "", *lines])
     if arguments.json:
         payload = {
             "simulations": arguments.simulations,

@@ -1,0 +1,142 @@
+"""How long a whole dataset build of a million chat rows takes, and how much memory all its processes hold at once.
+
+    python benchmarks/data_build.py                # 1,000,000 rows, about 1 GB: minutes
+    python benchmarks/data_build.py --rows 50000
+
+One row in fifty repeats another word for word, one in fifty is another with a word changed, one in a thousand is faulty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from finetune.paths import read_json
+
+_SECONDS_BETWEEN_SAMPLES = 0.05
+_WORDS_ASKED, _WORDS_ANSWERED = 50, 100
+_SPEC = """\
+dataset: 1
+name: benchmark
+source: {kind: jsonl, files: [rows.jsonl]}
+"""
+
+
+def write_rows(path: Path, n_rows: int, seed: int = 17) -> int:
+    """A file of chat rows of about a thousand bytes each; its size in bytes."""
+    rng = random.Random(seed)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(30_000)]
+    likely = [
+        1 / (rank + 10) for rank in range(len(words))
+    ]  # as words of a language are: few common, many rare
+    pool = rng.choices(words, likely, k=4_000_000)
+    recent: list[dict[str, Any]] = []
+
+    def some(count: int) -> list[str]:
+        start = rng.randrange(len(pool) - count * 7)
+        step = rng.choice((1, 2, 3, 5, 7))
+        return pool[start : start + count * step : step]
+
+    with path.open("wb", buffering=1 << 20) as stream:
+        for number in range(n_rows):
+            kind = rng.random()
+            if kind < 0.001:
+                stream.write(b'{"messages": [{"role": "user", "content": "cut off\n')
+                continue
+            if kind < 0.041 and recent:
+                row = recent[rng.randrange(len(recent))]
+                if kind >= 0.021:
+                    row = _with_one_word_changed(row, rng.choice(words), rng)
+            else:
+                row = {
+                    "messages": [_turn("user", some(_WORDS_ASKED)), _turn("assistant", some(_WORDS_ANSWERED))]
+                }
+            if len(recent) < 20_000:
+                recent.append(row)
+            else:
+                recent[number % 20_000] = row
+            stream.write(orjson.dumps(row) + b"\n")
+    return path.stat().st_size
+
+
+def _turn(role: str, words: list[str]) -> dict[str, str]:
+    return {"role": role, "content": " ".join(words)}
+
+
+def _with_one_word_changed(row: dict[str, Any], word: str, rng: random.Random) -> dict[str, Any]:
+    asked, answered = row["messages"]
+    words = asked["content"].split()
+    words[rng.randrange(len(words))] = word
+    return {"messages": [_turn("user", words), answered]}
+
+
+class MemoryOfTree(threading.Thread):
+    """Samples the memory of a process and of all below it. `peak_bytes` counts shared pages once for each process."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self._process = psutil.Process(pid)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopping.wait(_SECONDS_BETWEEN_SAMPLES):
+            total = 0
+            try:
+                for process in (self._process, *self._process.children(recursive=True)):
+                    total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        n_bytes = write_rows(folder / "rows.jsonl", options.rows)
+        (folder / "benchmark.yaml").write_text(_SPEC)
+        code = (
+            "import sys, pathlib\n"
+            "from finetune.data.build import build_dataset\n"
+            "print(build_dataset(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).folder)\n"
+        )
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, folder / "benchmark.yaml", folder / "builds"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        memory = MemoryOfTree(process.pid)
+        memory.start()
+        printed, _ = process.communicate()
+        seconds = time.perf_counter() - start
+        memory.stop()
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        ledger = read_json(Path(printed.strip()) / "manifest.json")["ledger"]
+    print(
+        f"{options.rows} rows, {n_bytes / 1e9:.2f} GB: {seconds / 60:.1f} min, {options.rows / seconds:.0f} rows/s, "
+        f"peak {memory.peak_bytes / 1e9:.2f} GB in all processes\n{ledger}"
+    )
+
+
+if __name__ == "__main__":
+    main()
