@@ -98,7 +98,7 @@ def train(
     tmp_path: Path, tiny_tokenizer: Any, make_tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Path]:
     """train(recipe, rows, name) trains in `tmp_path / name`, or goes on there, and returns that folder."""
-    monkeypatch.setattr("finetune.training.sft.measure_peak_flops", lambda dtype, device: 1e12)
+    monkeypatch.setattr("finetune.training.session.measure_peak_flops", lambda dtype, device: 1e12)
 
     def run(
         recipe: Recipe, rows: list[TokenisedRow], name: str = "run", said: list[str] | None = None

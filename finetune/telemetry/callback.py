@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,13 +17,46 @@ from finetune.telemetry.updates import UpdateWatch
 
 @dataclass
 class StepTally:
-    """What the trainer adds up over the micro-batches of one optimizer step."""
+    """What the trainer adds up over the micro-batches of one optimizer step.
+
+    `nll_sum` is the sum of the losses; their mean is over targets, or over examples where a method counts those (a
+    preference pair is one). `example_sums` are further numbers an example has, e.g. its margin; their means are logged.
+    """
 
     nll_sum: float = 0.0
     n_targets: int = 0
     n_tokens: int = 0
     sum_squared_lengths: int = 0
+    n_examples: int = 0
+    example_sums: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the step."""
+        return self.nll_sum / max(self.n_examples or self.n_targets, 1)
+
+    def example_means(self) -> dict[str, float]:
+        """The further numbers, as means over the examples of the step."""
+        return {name: total / max(self.n_examples, 1) for name, total in self.example_sums.items()}
+
+    def add_examples(self, count: int, sums: dict[str, float]) -> None:
+        """Count `count` examples; `sums` are over them. The same names come every time."""
+        self.n_examples += count
+        for name, value in sums.items():
+            self.example_sums[name] = self.example_sums.get(name, 0.0) + value
+
+    def values(self) -> list[float]:
+        """Everything that is summed over ranks, in a fixed order."""
+        counts = [self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples]
+        return [self.nll_sum, *map(float, counts), *self.example_sums.values()]
+
+    def replace(self, values: list[float]) -> None:
+        """The inverse of `values`."""
+        self.nll_sum = values[0]
+        counts = [int(value) for value in values[1:5]]
+        self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples = counts
+        self.example_sums = dict(zip(self.example_sums, values[5:], strict=True))
 
 
 class TelemetryCallback(TrainerCallback):
@@ -72,7 +105,6 @@ class TelemetryCallback(TrainerCallback):
         seconds, self._step_start = now - self._step_start, now
         self.total_tokens += tally.n_tokens
         self.total_targets += tally.n_targets
-        loss = tally.nll_sum / max(tally.n_targets, 1)
         flops = self.work.flops(tally.n_tokens, tally.n_targets, tally.sum_squared_lengths)
         tokens_per_second = tally.n_tokens / seconds
         self.log.write(
@@ -81,7 +113,8 @@ class TelemetryCallback(TrainerCallback):
             epoch=round(state.epoch or 0.0, 6),
             tokens=self.total_tokens,
             target_tokens=self.total_targets,
-            loss=loss,
+            loss=tally.loss,
+            **tally.example_means(),
             grad_norm=tally.grad_norm,
             weight_norm=self._weight_norm,
             update_ratio=self._update_ratio,
@@ -90,7 +123,7 @@ class TelemetryCallback(TrainerCallback):
             mfu=round(flops / seconds / self.peak_flops, 5),
             memory_bytes=current_memory_bytes(),
         )
-        self.progress.advance(1, f"loss {loss:.3f}, {tokens_per_second:.0f} tokens/s")
+        self.progress.advance(1, f"loss {tally.loss:.3f}, {tokens_per_second:.0f} tokens/s")
         self.tally.__init__()  # type: ignore[misc]
 
     def on_train_end(

@@ -92,7 +92,7 @@ def train(
     tmp_path: Path, tiny_tokenizer: Any, make_rows: Any, adapted_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     """train(recipe, name=..., rows=..., validation=...) in `tmp_path / name`; returns (result, run folder, model)."""
-    monkeypatch.setattr("finetune.training.sft.measure_peak_flops", lambda dtype, device: 1e12)
+    monkeypatch.setattr("finetune.training.session.measure_peak_flops", lambda dtype, device: 1e12)
 
     def run(
         recipe: Recipe,

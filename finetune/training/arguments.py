@@ -1,0 +1,59 @@
+"""The recipe in the terms of transformers' trainer: what every method has in common."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.recipe.schema import Recipe, TrainSection
+
+_SCHEDULERS = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def count_steps(n_examples: int, settings: TrainSection, *, n_processes: int = 1) -> int:
+    """Optimizer steps of the whole run, counted as transformers counts them (the last window may be short)."""
+    batches = math.ceil(n_examples / (settings.micro_batch_size * n_processes))
+    per_epoch = max(math.ceil(batches / settings.gradient_accumulation_steps), 1)
+    steps = math.ceil(settings.epochs * per_epoch)
+    return min(steps, settings.max_steps) if settings.max_steps else steps
+
+
+def shared_arguments(recipe: Recipe, total_steps: int, output: Path) -> dict[str, Any]:
+    """Arguments of every trainer: steps, batch, optimizer, schedule, precision, checkpoints, trackers."""
+    settings = recipe.train
+    scheduler = _SCHEDULERS[settings.schedule]
+    return {
+        "output_dir": str(output),
+        "max_steps": total_steps,
+        "per_device_train_batch_size": settings.micro_batch_size,
+        "per_device_eval_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": scheduler,
+        "lr_scheduler_kwargs": {"min_lr_rate": settings.floor_share} if settings.schedule == "cosine" else {},
+        "warmup_steps": math.ceil(settings.warmup_share * total_steps),
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "bf16": recipe.model.dtype == "bf16",
+        "fp16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False}
+        if settings.gradient_checkpointing
+        else None,
+        "seed": recipe.seed,
+        "data_seed": recipe.seed,
+        "save_strategy": "steps",
+        "save_steps": settings.checkpoint_every_steps,
+        "eval_strategy": "steps" if settings.validate_every_steps else "no",
+        "eval_steps": settings.validate_every_steps,
+        "logging_strategy": "steps" if settings.report_to else "no",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": list(settings.report_to) or "none",
+        "disable_tqdm": True,
+    }

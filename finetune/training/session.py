@@ -1,0 +1,220 @@
+"""What every method's assembly does around its trainer: telemetry, trial save, resume, Ctrl-C, the result on disk."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback
+
+from finetune.digest import digest_file
+from finetune.errors import UserError
+from finetune.model.adapter_files import save_adapter
+from finetune.model.source import ModelSource
+from finetune.paths import disk_faults
+from finetune.recipe.schema import Recipe
+from finetune.telemetry.callback import TelemetryCallback
+from finetune.telemetry.events import EventLog, read_events
+from finetune.telemetry.flops import measure_peak_flops, step_work
+from finetune.telemetry.progress import Progress
+from finetune.training.checkpoints import checkpoint_step, newest_usable, publish_folder
+from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
+from finetune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training did. Losses in nats per target token, or a pair for preference methods.
+
+    `adapter_sha256` is of the trained weights file. `validation` holds what else was measured on the validation rows,
+    `flags` what a reader should look at before the verdict, in sentences.
+    """
+
+    output: str
+    steps: int
+    tokens: int
+    target_tokens: int
+    train_loss: float
+    validation_loss: float | None
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    trainable_parameters: int
+    adapter_sha256: str
+    validation: dict[str, float] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Session:
+    """One training of one trainer in one run folder. `say` tells the user; `source` is the base on disk, if any."""
+
+    trainer: Any  # an ExactTrainer
+    recipe: Recipe
+    run_folder: Path
+    say: Callable[[str], None]
+    source: ModelSource | None = None
+
+    def run(self) -> TrainResult:
+        """Train from the newest undamaged checkpoint to the end, validate, and write the result.
+
+        Raises UserError for a non-finite loss or gradient, a full disk, a checkpoint of another recipe;
+        KeyboardInterrupt after Ctrl-C, once the current step is saved.
+        """
+        trainer, root = self.trainer, self.trainer.checkpoint_root
+        stop = StopWhenAsked()
+        telemetry = self._watch(stop)
+        trial_save(trainer, root)
+        checkpoint = self._resume(telemetry)
+        started = time.monotonic()
+        with finish_step_on_signal(stop):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.asked and trainer.state.global_step < trainer.args.max_steps:
+            raise KeyboardInterrupt
+        seconds = time.monotonic() - started
+        validation = trainer.evaluate() if trainer.eval_dataset is not None else None
+        output = save_result(trainer, self.recipe, self.run_folder, self.source)
+        return summarise(trainer, self.run_folder, output, validation, seconds)
+
+    @property
+    def events_path(self) -> Path:
+        return self.run_folder / "events.jsonl"
+
+    def _watch(self, stop: StopWhenAsked) -> TelemetryCallback:
+        trainer, log = self.trainer, EventLog(self.events_path)
+        compute = torch.bfloat16 if self.recipe.model.dtype == "bf16" else torch.float32
+        telemetry = TelemetryCallback(
+            log,
+            trainer.tally,
+            step_work(trainer.model),
+            measure_peak_flops(compute, trainer.args.device) * trainer.args.world_size,
+            Progress("train", trainer.args.max_steps, "steps"),
+        )
+
+        def saved(step: int) -> None:
+            log.write("checkpoint", step=step, path=f"checkpoints/step-{step}")
+            telemetry.restart_clock()
+
+        def validated(step: int, metrics: dict[str, float]) -> None:
+            fields: dict[str, Any] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+            if "target_tokens" in fields:
+                fields["target_tokens"] = int(fields["target_tokens"])
+            log.write("validation", step=step, **fields)
+            telemetry.restart_clock()
+
+        trainer.remove_callback(PrinterCallback)  # it prints to standard output, which belongs to answers
+        for callback in (telemetry, stop, OnEvent(saved, validated)):
+            trainer.add_callback(callback)
+        return telemetry
+
+    def _resume(self, telemetry: TelemetryCallback) -> Path | None:
+        trainer = self.trainer
+        checkpoint = newest_usable(trainer.checkpoint_root, owner=trainer.owner, say=self.say)
+        if checkpoint is not None:
+            step = checkpoint_step(checkpoint)
+            self.say(f"continuing from checkpoint {checkpoint.name} of {trainer.args.max_steps} steps")
+            telemetry.log.write("resume", step=step)
+            _continue_totals(telemetry, self.events_path)
+        elif any(event["event"] == "step" for event in read_events(self.events_path)):
+            telemetry.log.write("resume", step=0)  # killed before the first checkpoint: what it did is lost
+        return checkpoint
+
+
+def trial_save(trainer: ExactTrainer, root: Path) -> None:
+    """Save once before the first step: a full disk or a bad folder must not surface after an hour."""
+    trial = root / ".trial.partial"
+    with disk_faults(root):
+        try:
+            trial.mkdir(parents=True, exist_ok=True)
+            trainer.save_weights(trial)
+            saved_bytes = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
+            # Adapter in fp32 plus two Adam moments, for every kept checkpoint and the one being written.
+            needed = 3 * saved_bytes * (trainer.keep_checkpoints + 1)
+            free = shutil.disk_usage(root).free
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
+    if free < needed:
+        raise UserError(
+            f"{root} has {format_bytes(free)} free, the checkpoints need {format_bytes(needed)}",
+            fix="free some space, lower train.keep_checkpoints, or set FINETUNE_RUNS to another disk",
+        )
+
+
+def _continue_totals(telemetry: TelemetryCallback, events: Path) -> None:
+    steps = [event for event in read_events(events) if event["event"] == "step"]
+    if steps:
+        telemetry.total_tokens = steps[-1]["tokens"]
+        telemetry.total_targets = steps[-1]["target_tokens"]
+
+
+@contextmanager
+def finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
+    """First SIGINT or SIGTERM: finish the step and save. A second one acts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        stop.asked = True
+        for known, handler in before.items():
+            signal.signal(known, handler)
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def save_result(trainer: Any, recipe: Recipe, run_folder: Path, source: ModelSource | None) -> Path:
+    """Write `adapter/` (or `model/` for full tuning) whole or not at all; it loads with plain PEFT / transformers."""
+    if recipe.adapter.kind != "none":
+        final = run_folder / "adapter"
+        save_adapter(trainer.model, final, tokenizer=trainer.processing_class, source=source)
+        return final
+    final, aside = run_folder / "model", run_folder / ".model.partial"
+    with disk_faults(final):
+        shutil.rmtree(aside, ignore_errors=True)
+        trainer.save_weights(aside)
+        publish_folder(aside, final)
+    return final
+
+
+def summarise(
+    trainer: Any, run_folder: Path, output: Path, validation: dict[str, float] | None, seconds: float
+) -> TrainResult:
+    """The result from the events of the whole training, earlier sessions included."""
+    steps = [event for event in read_events(run_folder / "events.jsonl") if event["event"] == "step"]
+    weights = sorted(output.glob("*.safetensors"))[0]
+    speeds = sorted(event["tokens_per_second"] for event in steps)
+    shares = sorted(event["mfu"] for event in steps)
+    measured = {name.removeprefix("eval_"): value for name, value in (validation or {}).items()}
+    return TrainResult(
+        output=output.name,
+        steps=trainer.state.global_step,
+        tokens=steps[-1]["tokens"] if steps else 0,
+        target_tokens=steps[-1]["target_tokens"] if steps else 0,
+        train_loss=steps[-1]["loss"] if steps else math.nan,
+        validation_loss=measured.pop("loss", None),
+        seconds=round(seconds, 2),
+        tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
+        mfu=shares[len(shares) // 2] if shares else 0.0,
+        trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        adapter_sha256=digest_file(weights),
+        validation=measured,
+    )
