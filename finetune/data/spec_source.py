@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from finetune.recipe.schema import Count, Section, Share
+from finetune.recipe.section import Count, Section, Share
 
 Words = Annotated[list[str], Field(min_length=1)]
 

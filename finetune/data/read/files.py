@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.read.sniff import Nature, format_of_name, sniff
-from finetune.data.spec_source import FilesSource, Format, RowsSource
+from finetune.data.read.sniff import Nature, format_of_name, is_data_name, sniff
+from finetune.data.spec_source import FilesSource, Format, HubSource, RowsSource
 from finetune.errors import Fault, UserError, nearest
+from finetune.paths import read_json
 
 _GLOB_CHARACTERS = frozenset("*?[")
 Where = Callable[[str], str]
@@ -31,13 +32,19 @@ class SourceFile:
 
 
 def source_files(
-    source: FilesSource, spec_folder: Path, *, where: Where = lambda key: key
+    source: RowsSource, spec_folder: Path, *, where: Where = lambda key: key
 ) -> list[SourceFile]:
     """The files of a source, each once: entries in the order of the spec, what an entry expands to in order of name.
 
-    `where` gives the place of a dotted key in the spec (`Loaded.where`). Raises UserError with all that are missing, and
-    for files that cannot be read as rows.
+    Files of a hub dataset are fetched first, unless they are in the cache. `where` gives the place of a dotted key in
+    the spec (`Loaded.where`). Raises UserError with all that are missing, and for files that cannot be read as rows.
     """
+    if isinstance(source, HubSource):
+        from finetune.data.read.hub import hub_paths  # brings a client of the hub: only when asked for
+
+        named = hub_paths(source, spec_folder, where("source.id"))
+        return [_described(name, path, source) for name, path in named]
+    assert isinstance(source, FilesSource)
     found: dict[Path, str] = {}
     faults: list[Fault] = []
     for entry in source.files:
@@ -91,11 +98,26 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 
 def _in_folder(entry: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and format_of_name(path.name) not in (None, "text") and not _hidden(path, folder)
-    )
+    """The files of rows below a folder; of one made by `save_to_disk`, those that its state names, in their order."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    if splits.is_file():
+        names = read_json(splits).get("splits", [])
+        if len(names) != 1:
+            raise _NothingThereError(
+                f"{folder} is a saved dataset of several splits ({', '.join(names)})",
+                f"name one of them: {entry.rstrip('/')}/{names[0] if names else 'train'}",
+            )
+        yield from _in_folder(f"{entry.rstrip('/')}/{names[0]}", folder / names[0])
+        return
+    if state.is_file() and "_data_files" in (saved := read_json(state)):
+        files = [folder / entry["filename"] for entry in saved["_data_files"]]
+        lost = [path.name for path in files if not path.is_file()]
+        if lost:
+            raise _NothingThereError(
+                f"{folder} lacks {lost[0]}, which its state.json names", "copy the whole folder"
+            )
+    else:
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and _is_rows(path, folder))
     if not files:
         raise _NothingThereError(
             f"no files of rows in the folder {folder}",
@@ -105,8 +127,8 @@ def _in_folder(entry: str, folder: Path) -> Iterator[tuple[str, Path]]:
         yield f"{entry.rstrip('/')}/{path.relative_to(folder).as_posix()}", path
 
 
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+def _is_rows(path: Path, folder: Path) -> bool:
+    return is_data_name(path.relative_to(folder).as_posix()) and format_of_name(path.name) != "text"
 
 
 def _shown(path: Path, entry: str, spec_folder: Path) -> str:

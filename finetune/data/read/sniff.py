@@ -7,7 +7,7 @@ import contextlib
 import csv
 import io
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import orjson
 
@@ -31,6 +31,17 @@ NAMED_FORMATS: dict[str, Format] = {
     ".md": "text",
 }
 COMPRESSED_NAMES = frozenset({".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz"})
+# Files that describe a dataset and hold none of its rows.
+_ABOUT_OTHERS = frozenset(
+    {
+        "dataset_info.json",
+        "dataset_infos.json",
+        "state.json",
+        "dataset_dict.json",
+        "croissant.json",
+        "config.json",
+    }
+)
 _TABLES: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _REFUSED = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it, or save it as CSV",
@@ -67,6 +78,13 @@ def format_of_name(name: str) -> Format | None:
     if suffixes and suffixes[-1] in COMPRESSED_NAMES:
         suffixes.pop()
     return NAMED_FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def is_data_name(name: str) -> bool:
+    """Whether a file below a folder, by its relative name, is one of rows: not hidden, and no record about the others."""
+    path = PurePosixPath(name)
+    hidden = any(part.startswith((".", "_")) for part in path.parts)
+    return not hidden and path.name not in _ABOUT_OTHERS and format_of_name(name) is not None
 
 
 def sniff(path: Path, source: RowsSource) -> Nature:
