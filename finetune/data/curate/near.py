@@ -40,7 +40,7 @@ _MIN_RECALL = 0.95  # at the threshold itself; above it, recall is higher
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """Verified pairs: row `first[k]` < row `second[k]` with exact Jaccard `jaccard[k]` >= the threshold, in order.
+    """Verified pairs: row `first[k]` < row `second[k]` with exact Jaccard `similarity[k]` >= the threshold, in order.
 
     Rows with equal sets of n-grams are linked to the first of them only: what is near to one is as near to the others.
     `empty` are rows without any word, which are near to nothing. `n_verified` is the number of pairs looked at. In a
@@ -50,7 +50,7 @@ class NearDuplicates:
 
     first: Rows
     second: Rows
-    jaccard: npt.NDArray[np.float64]
+    similarity: npt.NDArray[np.float64]
     empty: Rows
     unchecked: Rows
     n_verified: int
@@ -59,7 +59,7 @@ class NearDuplicates:
         return len(self.first)
 
     def __iter__(self) -> Iterator[tuple[int, int, float]]:
-        return zip(self.first.tolist(), self.second.tolist(), self.jaccard.tolist(), strict=True)
+        return zip(self.first.tolist(), self.second.tolist(), self.similarity.tolist(), strict=True)
 
 
 def find_near_duplicates(
