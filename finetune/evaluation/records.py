@@ -6,6 +6,7 @@ line. When every wanted answer is there, `<arm>.jsonl` (in the suite's order) an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,8 @@ Record = dict[str, Any]
 class ArmSummary:
     """What one arm did on one suite; `<arm>.summary.json` holds the same.
 
-    n: answers, `repeats` to each item; the n of a metric counts items.
+    n: answers, `repeats` to each item; the n of a metric counts items. stopped: where a suite that may stop early did so,
+    `answered` of how many items (`of`), and the suite's `largest_cluster`; None when every item was answered.
     """
 
     suite: str
@@ -44,6 +46,7 @@ class ArmSummary:
     template_sha256: str
     backend: str = "transformers"
     repeats: int = 1
+    stopped: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,7 +97,7 @@ def write_arm(folder: Path, summary: ArmSummary, records: Sequence[Record]) -> N
 
 def question_of(record: Record) -> str:
     """What was asked, without template, instructions and examples; the whole prompt for records that do not say."""
-    return str(record.get("question", record["prompt"]))
+    return str(record.get("question") or record["prompt"])
 
 
 def repeat_of(record: Record) -> int:
@@ -113,14 +116,17 @@ class SavedAnswers:
 def saved_answers(folders: Sequence[Path], arm: str, wanted: Collection[str]) -> SavedAnswers:
     """The wanted answers in these folders, whether their arm is complete there or was interrupted.
 
-    The first folder that has an answer gives it. Of an arm's working time its share of answers is counted.
+    The first folder that has an answer gives it. Of an arm's working time its share of answers is counted. An arm that
+    is damaged, or that another process is just writing anew, gives nothing.
     """
     found, left = SavedAnswers(), set(wanted)
     for folder in folders:
         lines = _partial_lines(partial_path(folder, arm))
         _take(found, left, [line["record"] for line in lines], lines[-1]["seconds"] if lines else 0.0)
-        if left and summary_path(folder, arm).is_file() and records_path(folder, arm).is_file():
-            _take(found, left, read_jsonl(records_path(folder, arm)), read_summary(folder, arm).seconds)
+        if left:
+            with contextlib.suppress(UserError):
+                seconds = read_summary(folder, arm).seconds
+                _take(found, left, read_jsonl(records_path(folder, arm)), seconds)
     return found
 
 

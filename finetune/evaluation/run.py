@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.evaluation.answer_keys import Ask, arm_key, wanted_answers
 from finetune.evaluation.answering import Answering
+from finetune.evaluation.early_stop import EarlyStop, blocks_of
 from finetune.evaluation.generate import Completion
 from finetune.evaluation.items import Item, items_digest, refuse_duplicates
 from finetune.evaluation.measure import check_choices
@@ -67,21 +69,6 @@ def evaluate_arm(
         base_model=base_model,
         baseline=baseline,
     )
-
-
-def saved_arm(
-    tokenizer: Any,
-    suite: Suite,
-    items: Sequence[Item],
-    *,
-    arm: Arm,
-    few_shot: Sequence[Row] | None = None,
-    out_folder: Path,
-    key: str,
-) -> ArmSummary | None:
-    """The summary of an arm that has all its answers saved, scored with the suite as it is now; None when answers are
-    missing. Needs no model."""
-    return prepare_arm(tokenizer, suite, items, arm=arm, few_shot=few_shot, key=key).saved(out_folder)
 
 
 @dataclass(frozen=True)
@@ -139,8 +126,11 @@ class ArmJob:
             model, self.tokenizer, self.suite, self.items, self.prompts, self.arm, batch_size, base_model
         )
         answering.check()
+        stop = None
+        if self.suite.stop_early is not None and baseline is not None:
+            stop = EarlyStop(self.suite, baseline, self.items)
         known = saved_answers([folder, *reuse], self.arm, {ask.key for ask in self.asks})
-        answers = _answer_all(self, answering, known, folder=folder)
+        answers = _answer_all(self, answering, known, stop, folder=folder)
         return _finish(
             self,
             answers,
@@ -187,11 +177,13 @@ def _finish(
     backend: str,
 ) -> ArmSummary:
     """Score the answers with the suite and the items as they are now, and write the arm."""
-    records = [
-        _record(job, ask, {name: answers.by_key[ask.key][name] for name in _ANSWER})
-        for ask in job.asks
-        if ask.key in answers.by_key
-    ]
+    given = [ask for ask in job.asks if ask.key in answers.by_key]
+    records = [_again(job, answers, ask) for ask in given]
+    if job.suite.task == "lm_eval":
+        from finetune.evaluation.harness.answers import task_scores
+
+        own = task_scores([job.items[ask.place] for ask in given], [record["output"] for record in records])
+        records = [{**record, "task_scores": scores} for record, scores in zip(records, own, strict=True)]
     records = score_records(job.suite, records)
     summary = summarise_arm(
         job.suite,
@@ -205,29 +197,54 @@ def _finish(
         template_sha256=digest_json(job.tokenizer.chat_template),
         backend=backend,
     )
+    if len(given) < len(job.asks):
+        summary = replace(summary, stopped=_stopped(job, given))
     write_arm(folder, summary, records)
     return summary
 
 
-def _answer_all(job: ArmJob, answering: Answering, known: SavedAnswers, *, folder: Path) -> SavedAnswers:
-    """The known answers and the missing ones, which are saved as they come."""
+def _stopped(job: ArmJob, given: Sequence[Ask]) -> dict[str, int]:
+    return {
+        "answered": len({ask.place for ask in given}),
+        "of": len(job.items),
+        "largest_cluster": max(Counter(item.cluster for item in job.items).values()),
+    }
+
+
+def _answer_all(
+    job: ArmJob, answering: Answering, known: SavedAnswers, stop: EarlyStop | None, *, folder: Path
+) -> SavedAnswers:
+    """The known answers and the missing ones, which are saved as they come; with `stop`, up to the block that is enough."""
     label = f"evaluate {job.suite.name}, {job.arm}"
     unit = "items" if job.suite.decoding.repeats == 1 else "answers"
-    answers = SavedAnswers(dict(known.by_key), known.seconds)
-    todo = [ask for ask in job.asks if ask.key not in known.by_key]
+    blocks = [list(job.asks)]
+    if stop is not None and job.suite.stop_early is not None:
+        blocks = blocks_of(job.suite.stop_early, job.items, job.asks)
+    answers, seen = SavedAnswers(dict(known.by_key), known.seconds), SavedAnswers()
     with (
         PartialRecords(folder, job.arm, known) as partial,
         Progress(label, len(job.asks), unit) as progress,
     ):
         progress.skip(len(known.by_key))
         started = time.perf_counter()
-        for completion in answering.answers(todo):
-            ask = todo[completion.index]
-            answers.seconds = known.seconds + time.perf_counter() - started
-            answers.by_key[ask.key] = _record(job, ask, _answer(completion))
-            partial.add(answers.by_key[ask.key], answers.seconds)
-            progress.advance()
-    return answers
+        for block in blocks:
+            todo = [ask for ask in block if ask.key not in answers.by_key]
+            for completion in answering.answers(todo):
+                ask = todo[completion.index]
+                answers.seconds = known.seconds + time.perf_counter() - started
+                answers.by_key[ask.key] = _record(job, ask, _answer(completion))
+                partial.add(answers.by_key[ask.key], answers.seconds)
+                progress.advance()
+            seen.by_key |= {ask.key: answers.by_key[ask.key] for ask in block}
+            if stop is not None and stop.enough([_again(job, answers, ask) for ask in block]):
+                break
+    seen.seconds = answers.seconds
+    return seen
+
+
+def _again(job: ArmJob, answers: SavedAnswers, ask: Ask) -> Record:
+    """A saved answer beside its item as it is now."""
+    return _record(job, ask, {name: answers.by_key[ask.key][name] for name in _ANSWER})
 
 
 _ANSWER = ("output", "output_tokens", "finish_reason", "latency_seconds")
@@ -253,7 +270,7 @@ def _record(job: ArmJob, ask: Ask, answer: Record) -> Record:
         "source": item.source,
         "tags": item.tags,
         "prompt": prompt.text,
-        "question": item.question,
+        "question": item.asked,
         "prompt_tokens": len(prompt.ids),
         "reference": item.reference,
         **answer,

@@ -17,12 +17,13 @@ from finetune.evaluation.compare import compare_saved
 from finetune.evaluation.noise import flip_rate, with_other_seed
 from finetune.evaluation.power import plan_suite
 from finetune.evaluation.prompts import Arm, build_prompts
-from finetune.evaluation.run import evaluate_arm, saved_arm
+from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
 from finetune.evaluation.server import ServerModel
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
 from finetune.model.load import load_model, load_tokenizer
+from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.inputs import gather_inputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.stages import RunContext, load_tuned
@@ -72,27 +73,29 @@ class FinishedRun:
         inputs = self.context.inputs
         return load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
 
-    def answer(self, data: SuiteData, saved: SavedArm, *, batch_size: int | None = None) -> SavedArm:
-        """Make sure that an arm of this run is answered in full; generates only what is missing."""
-        adapter = self._adapter_sha256() if saved.arm == "tuned" else None
-        key, arm = self._key(tuned=saved.arm == "tuned"), _arm(saved.arm)
-        options: dict[str, Any] = {
-            "arm": arm,
-            "few_shot": data.few_shot_rows,
-            "out_folder": saved.folder,
-            "key": key,
-        }
-        if saved_arm(self.context.tokenizer, data.suite, data.items, **options) is None:
-            self.context.say(f"evaluate: {data.suite.name}, {len(data.items)} items, {saved.arm}")
-            evaluate_arm(
-                self._model(data) if saved.arm == "tuned" else self._base(),
-                self.context.tokenizer,
-                data.suite,
-                data.items,
-                batch_size=batch_size or self.batch_size,
-                adapter_sha256=adapter,
-                **options,
+    def answer(
+        self, data: SuiteData, saved: SavedArm, *, batch_size: int | None = None, shared: bool = True
+    ) -> SavedArm:
+        """Make sure that an arm of this run is answered in full; generates only what is missing.
+
+        shared: untuned answers come from the store of all runs, and go there.
+        """
+        tuned = saved.arm == "tuned"
+        key, arm = self._key(tuned=tuned), _arm(saved.arm)
+        options: dict[str, Any] = {"arm": arm, "few_shot": data.few_shot_rows, "key": key}
+        job = prepare_arm(self.context.tokenizer, data.suite, data.items, **options)
+        if job.saved(saved.folder) is not None:
+            return saved
+        self.context.say(f"evaluate: {data.suite.name}, {len(data.items)} items, {saved.arm}")
+        size = batch_size or self.batch_size
+        if shared and not tuned and self.served is None:
+            fetch_baseline(
+                job, saved.folder, model_key=key, model=self._base, batch_size=size, say=self.context.say
             )
+        else:
+            adapter = self._adapter_sha256() if tuned else None
+            model = self._model(data) if tuned else self._base()
+            job.evaluate(model, saved.folder, batch_size=size, adapter_sha256=adapter)
         return saved
 
     def _key(self, *, tuned: bool) -> str:
@@ -163,7 +166,7 @@ def measure_noise(run: FinishedRun, suites: Sequence[Suite]) -> list[dict[str, A
         first = run.answer(data, run.answers.base(suite))
         again = SavedArm(first.folder / "again", first.arm)
         second = replace(data, suite=with_other_seed(suite))
-        run.answer(second, again, batch_size=max(1, run.batch_size // 2 - 1))
+        run.answer(second, again, batch_size=max(1, run.batch_size // 2 - 1), shared=False)
         results.append(
             {"suite": suite.name, **flip_rate(first.records(), again.records(), suite.primary_metric)}
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,16 @@ from finetune.evaluation.claims import combine
 from finetune.evaluation.compare import compare_folders
 from finetune.evaluation.cost import Spent
 from finetune.evaluation.prompts import Arm, build_prompts
-from finetune.evaluation.run import evaluate_arm
+from finetune.evaluation.records import records_path, summary_path
+from finetune.evaluation.run import evaluate_arm, prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
 from finetune.model.adapters import attach_adapter, target_module_names
 from finetune.model.load import check_context, load_model, load_tokenizer, model_skeleton
 from finetune.model.memory import release_memory
 from finetune.model.quantization import check_row_lengths
-from finetune.paths import disk_faults, read_json, runs_root, write_json
+from finetune.paths import disk_faults, read_json, write_json
+from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.plan.memory import forecast_training
@@ -143,7 +146,7 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
 
 
 def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
-    """Evaluate the untuned model. Answers are kept by digest under runs/baselines and shared by all runs."""
+    """Evaluate the untuned model; it is loaded only when no run has asked it the same before (see `baseline_store`)."""
     recipe, source = context.inputs.recipe, context.inputs.source
     key = digest_json({"model": source.digest, "dtype": recipe.eval.dtype})
     for data in suites:
@@ -157,28 +160,22 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             "shown": digest_json([row.to_dict() for row in data.few_shot_rows]),
         }
 
-        def work(
-            outputs: list[Path],
-            data: SuiteData = data,
-            arms: list[Arm] = arms,
-            depends_on: dict[str, Any] = depends_on,
-        ) -> None:
-            store = runs_root() / "baselines" / f"{data.suite.name}-{digest_json(depends_on)[:12]}"
-            model = load_model(source, dtype=recipe.eval.dtype, attention="sdpa")
+        def work(outputs: list[Path], data: SuiteData = data, arms: list[Arm] = arms) -> None:
+            model = cache(lambda: load_model(source, dtype=recipe.eval.dtype, attention="sdpa"))
             target = context.folder / "baseline" / data.suite.name
             for arm in arms:
-                evaluate_arm(
-                    model,
-                    context.tokenizer,
-                    data.suite,
-                    data.items,
-                    arm=arm,
-                    few_shot=data.few_shot_rows,
-                    batch_size=recipe.eval.batch_size,
-                    out_folder=store,
-                    key=key,
+                job = prepare_arm(
+                    context.tokenizer, data.suite, data.items, arm=arm, few_shot=data.few_shot_rows, key=key
                 )
-                outputs += _copy_arm(store, target, arm)
+                fetch_baseline(
+                    job,
+                    target,
+                    model_key=key,
+                    model=model,
+                    batch_size=recipe.eval.batch_size,
+                    say=context.say,
+                )
+                outputs += [records_path(target, arm), summary_path(target, arm)]
 
         context.stage(
             f"baseline {suite.name}",
@@ -186,13 +183,6 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             work,
             f"baseline: {suite.name}, {len(data.items)} items, {' and '.join(arms)}",
         )
-
-
-def _copy_arm(store: Path, target: Path, arm: str) -> list[Path]:
-    with disk_faults(target):
-        target.mkdir(parents=True, exist_ok=True)
-        names = [f"{arm}.jsonl", f"{arm}.summary.json"]
-        return [Path(shutil.copyfile(store / name, target / name)) for name in names]
 
 
 def train_stage(context: RunContext, rows: TrainingRows) -> None:

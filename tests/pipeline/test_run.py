@@ -102,7 +102,7 @@ def test_a_damaged_output_is_made_again(project: Any) -> None:
 def test_another_rate_is_another_run_that_shares_the_baseline(
     project: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import finetune.evaluation.run as evaluation
+    import finetune.evaluation.answering as evaluation
 
     first = project.run()
     generated: list[Any] = []
