@@ -18,7 +18,10 @@ app = typer.Typer(
 )
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 BaselineOption = Annotated[
-    str, typer.Option(help="`base` (the run's untuned model), another run's folder, or a file of records.")
+    str,
+    typer.Option(
+        help="`base` (the run's untuned model), another run's folder or digest, or a file of records."
+    ),
 ]
 SuiteOption = Annotated[
     list[str] | None, typer.Option("--suite", help="Suite by name or path; default: those of the run.")
@@ -165,7 +168,7 @@ def gate(
         for suite in answers.load_suites(suites)
     ]
     default = Require.improvement if baseline == BASE else Require.no_regression
-    answer = judge(results, require=(require or default).value)
+    answer = judge(results, require=(require or default).value, correction=answers.correction)
     if junit is not None:
         write_atomic(junit, to_junit(answer))
     if markdown is not None:

@@ -1,7 +1,8 @@
 """The gate: from comparisons to one answer that a build server can act on.
 
-Every suite must pass. That needs no correction for many suites: the gate opens only when each suite passes its own
-test, so more suites can make it stricter but never laxer. Nothing compared is never a pass.
+Every suite must pass. That alone needs no correction for many suites: the gate opens only when each suite passes its own
+test, so more suites can make it stricter but never laxer. Each claim of improvement is printed with its corrected p-value
+all the same, and stands or falls by it where the recipe declared a correction. Nothing compared is never a pass.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 from finetune.errors import ExitCode, UserError
+from finetune.evaluation.claims import Correction, correct_claims, primary_of
+from finetune.stats.multiplicity import explain
 
 Requirement = Literal["improvement", "no-regression"]
 # The worst outcome decides, in this order.
@@ -37,6 +40,8 @@ class GateRow:
     low: float | None
     high: float | None
     margin: float
+    p_value: float | None
+    p_adjusted: float | None
     message: str
 
 
@@ -45,6 +50,15 @@ class GateAnswer:
     """All suites, and the exit code of the worst."""
 
     rows: tuple[GateRow, ...]
+    correction: Correction = "all-must-pass"
+
+    @property
+    def explained(self) -> str:
+        """One sentence: what the p-values were corrected for, or why nothing had to be."""
+        claims = sum(row.requirement == "improvement" for row in self.rows)
+        if claims < 2 or self.correction == "all-must-pass":
+            return "every suite must pass; that needs no correction for their number"
+        return f"every suite must pass; p-values of {claims} claims of improvement corrected ({explain(self.correction)})"
 
     @property
     def outcome(self) -> str:
@@ -57,11 +71,18 @@ class GateAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [asdict(row) for row in self.rows]
-        return {"outcome": self.outcome, "exit_code": int(self.exit_code), "suites": rows}
+        head = {"outcome": self.outcome, "exit_code": int(self.exit_code)}
+        correction = {"method": self.correction, "explained": self.explained}
+        return {**head, "correction": correction, "suites": rows}
 
 
-def gate(results: Sequence[Mapping[str, Any]], *, require: Requirement = "improvement") -> GateAnswer:
-    """Judge one result of `compare_records` a suite.
+def gate(
+    results: Sequence[Mapping[str, Any]],
+    *,
+    require: Requirement = "improvement",
+    correction: Correction = "all-must-pass",
+) -> GateAnswer:
+    """Judge one result of `compare_records` a suite. correction: what the recipe declared for several claims.
 
     require: `improvement` asks it of suites with role `task`; suites that guard (regression, forgetting) always have to
     exclude a loss beyond their margin, as all suites do under `no-regression`.
@@ -70,7 +91,8 @@ def gate(results: Sequence[Mapping[str, Any]], *, require: Requirement = "improv
         raise UserError(
             "there is nothing to gate: no suite was compared", fix="evaluate the run on a suite first"
         )
-    return GateAnswer(tuple(_judge(result, require) for result in results))
+    rows = tuple(_judge(result, require) for result in correct_claims(results, correction))
+    return GateAnswer(rows, correction)
 
 
 def _judge(result: Mapping[str, Any], require: Requirement) -> GateRow:
@@ -82,6 +104,7 @@ def _judge(result: Mapping[str, Any], require: Requirement) -> GateRow:
         outcome = "pass" if one["verdict"] == "improved" else one["verdict"]
     else:
         outcome = one["noninferiority"]
+    claims = wanted == "improvement"
     return GateRow(
         suite=result["suite"],
         role=result["role"],
@@ -93,16 +116,9 @@ def _judge(result: Mapping[str, Any], require: Requirement) -> GateRow:
         low=one["low"],
         high=one["high"],
         margin=one["margin"],
+        p_value=one["p_value"] if claims else None,
+        p_adjusted=one.get("p_adjusted") if claims else None,
         message=_message(one, outcome, wanted),
-    )
-
-
-def primary_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The comparison that decides a suite."""
-    return next(
-        dict(one)
-        for one in result["comparisons"]
-        if one["suite"] == result["suite"] and one["metric"] == result["primary_metric"]
     )
 
 
@@ -132,8 +148,20 @@ def _message(one: Mapping[str, Any], outcome: str, wanted: Requirement) -> str:
         why = "no gain is shown"
     else:
         why = f"neither a gain nor a loss beyond {one['margin']:g} can be excluded"
-    limits = one.get("limits")
-    return f"{head}; {why}{f'. {limits}' if limits and outcome in ('inconclusive', 'no-evidence') else ''}"
+    if wanted == "improvement" and one["p_value"] is not None:
+        why += f" ({_p_values(one)})"
+    more = [one.get("limits"), *one.get("notes", [])] if outcome in ("inconclusive", "no-evidence") else []
+    return ". ".join([f"{head}; {why}", *(text for text in more if text)])
+
+
+def _p_values(one: Mapping[str, Any]) -> str:
+    """'p = 0.012', and what is left of it after the correction where that changed it."""
+    text, adjusted = f"p = {one['p_value']:.3g}", one.get("p_adjusted")
+    return (
+        f"{text}, {one['correction']}-corrected {adjusted:.3g}"
+        if adjusted not in (None, one["p_value"])
+        else text
+    )
 
 
 def to_junit(answer: GateAnswer) -> str:
@@ -164,16 +192,17 @@ def to_markdown(answer: GateAnswer, baseline: str) -> str:
     lines = [
         f"**Evaluation gate: {answer.outcome}** (against {_cell(baseline)})",
         "",
-        "| suite | role | metric | difference | margin | n | outcome |",
-        "|---|---|---|---|---|---|---|",
+        "| suite | role | metric | difference | margin | n | p | corrected p | outcome |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in answer.rows:
         difference = (
             row.message.split(": ", 1)[1].split(" at ", 1)[0] if row.difference is not None else "none"
         )
-        cells = [row.suite, row.role, row.metric, difference, f"{row.margin:g}", str(row.n), row.outcome]
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        p_values = ["" if value is None else f"{value:.3g}" for value in (row.p_value, row.p_adjusted)]
+        head = [row.suite, row.role, row.metric, difference, f"{row.margin:g}", str(row.n)]
+        lines.append("| " + " | ".join(map(_cell, [*head, *p_values, row.outcome])) + " |")
+    return "\n".join([*lines, "", f"{answer.explained[0].upper()}{answer.explained[1:]}."]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -26,9 +26,10 @@ class Item:
     tags: dict[str, str] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
     check: dict[str, Any] | None = None  # what a checking scorer asks of this item's answer
+    question: Any = field(default=None, compare=False)  # of an lm-eval task: see `harness.questions.Question`
 
     @property
-    def question(self) -> str:
+    def asked(self) -> str:
         """What is asked, for people and judges: the turns without the system's, named where there are several."""
         turns = [message for message in self.messages if message["role"] != "system"]
         if len(turns) == 1:
@@ -81,7 +82,15 @@ def items_digest(items: Sequence[Item]) -> str:
     """SHA-256 over ids, questions and references in order: equal digests ask the same thing."""
     return digest_json(
         [
-            [item.id, list(item.messages), list(item.tools), item.reference, item.check, item.cluster]
+            [
+                item.id,
+                list(item.messages),
+                list(item.tools),
+                item.reference,
+                item.check,
+                item.cluster,
+                *([] if item.question is None else item.question.definition()),
+            ]
             for item in items
         ]
     )

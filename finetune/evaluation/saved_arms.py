@@ -10,12 +10,14 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from finetune.errors import UserError, did_you_mean
+from finetune.evaluation.claims import Correction
 from finetune.evaluation.records import ArmSummary, Record, read_summary, records_path, summary_path
 from finetune.evaluation.suite import Suite, load_suite
-from finetune.paths import read_jsonl
+from finetune.paths import read_jsonl, runs_root
 
 BASE = "base"
 TUNED = "tuned"
+_LEAST_DIGEST = 4  # characters of a digest that name a run
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class RunAnswers:
         return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")), backend)
 
     @property
+    def correction(self) -> Correction:
+        """How the recipe declared that claims of several suites are corrected."""
+        declared: Correction = self.recipe["eval"].get("correction", "holm")
+        return declared
+
+    @property
     def suite_names(self) -> list[str]:
         """Suites with an answer of the tuned model, the recipe's order first."""
         evaluated = sorted(path.parent.name for path in (self.folder / "eval").glob(f"*/{TUNED}.jsonl"))
@@ -111,20 +119,36 @@ class RunAnswers:
 
 
 def find_baseline(name: str, run: RunAnswers, suite: Suite) -> SavedArm:
-    """`base` (the run's own untuned model), another run's folder (its tuned model), or a file of records."""
+    """`base` (the run's own untuned model), another run's folder, name or digest (its tuned model), or a file of records."""
     if name == BASE:
         return run.base(suite)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return RunAnswers.open(path).tuned(suite.name)
     if path.is_file():
         return SavedArm(path.parent, path.stem)
+    folder = path if path.is_dir() else _past_run(name)
+    if folder is not None:
+        return RunAnswers.open(folder).tuned(suite.name)
     near = did_you_mean(name, [BASE]) if len(name) < 8 else ""
     raise UserError(
         f"no such baseline: '{name}'",
         where="--baseline",
-        fix=near or "`base`, a run folder, or a file of records",
+        fix=near or "`base`, a run folder or the digest in its name, or a file of records",
     )
+
+
+def _past_run(name: str) -> Path | None:
+    """The run folder of that name, or whose name ends in a digest that begins so; None when there is none."""
+    runs = sorted(path.parent for path in runs_root().glob("*/recipe.resolved.yaml"))
+    found = [run for run in runs if run.name == name]
+    if not found and len(name) >= _LEAST_DIGEST:
+        found = [run for run in runs if run.name.rpartition("-")[2].startswith(name)]
+    if len(found) > 1:
+        raise UserError(
+            f"'{name}' names {len(found)} runs: {', '.join(run.name for run in found)}",
+            where="--baseline",
+            fix="give the whole name of one",
+        )
+    return found[0] if found else None
 
 
 def find_arm(name: str, suite: str | None) -> SavedArm:

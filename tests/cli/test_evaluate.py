@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from finetune.cli.evaluate import app
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.items import items_digest
 from finetune.evaluation.records import read_summary, write_arm
+from finetune.evaluation.reviewed import answer_digest
 from finetune.evaluation.scoring import score_records, summarise_arm
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.evaluation.suite_data import load_suite_data, read_items
@@ -145,7 +147,36 @@ def test_a_guarding_suite_must_only_not_get_worse(make_run: Any, suite: Suite, g
     }
 
 
-def test_a_past_run_is_a_baseline_that_must_not_be_lost_to(make_run: Any, suite: Suite) -> None:
+def test_claims_of_several_task_suites_are_corrected_as_the_recipe_declares(
+    make_run: Any, suite: Suite, tmp_path: Path
+) -> None:
+    other = make_suite(tmp_path / "eval", "other")
+    few = [index < 6 for index in range(60)]  # six fixed: p = 0.016 alone, 0.031 as the smaller of two
+    answers = {"task": (NONE, few), "other": (NONE, [index < 5 for index in range(60)])}
+    run = make_run("run", answers, [suite, other])
+    result = call("gate", run, "--json", "--markdown", tmp_path / "gate.md")
+    rows = {row["suite"]: row for row in json.loads(result.stdout)["suites"]}
+    assert rows["task"]["p_adjusted"] == pytest.approx(2 * rows["task"]["p_value"])
+    assert (rows["task"]["outcome"], rows["other"]["outcome"]) == ("pass", "pass")
+    assert "p-values of 2 claims of improvement corrected (Holm" in (tmp_path / "gate.md").read_text()
+    third = make_suite(tmp_path / "eval", "third")
+    wider = make_run("wider", {**answers, "third": (MOST, MOST)}, [suite, other, third])
+    rows = {row["suite"]: row for row in json.loads(call("gate", wider, "--json").stdout)["suites"]}
+    assert rows["other"]["p_adjusted"] > 0.05 > rows["other"]["p_value"]
+    assert rows["other"]["outcome"] == "no-evidence"
+    assert "not among 3 task suites" in rows["other"]["message"]
+    recipe = wider / "recipe.resolved.yaml"
+    recipe.write_text(recipe.read_text().replace("eval: {", "eval: {correction: all-must-pass, "))
+    answer = json.loads(call("gate", wider, "--json").stdout)
+    assert {row["suite"]: row["outcome"] for row in answer["suites"]} == {
+        "task": "pass", "other": "pass", "third": "no-evidence",
+    }  # fmt: skip
+    assert "needs no correction" in answer["correction"]["explained"]
+
+
+def test_a_past_run_is_a_baseline_that_must_not_be_lost_to(
+    make_run: Any, suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     past = make_run("past", {"task": (NONE, MOST)}, [suite])
     same = make_run("same", {"task": (NONE, MOST)}, [suite])
     assert call("gate", same, "--baseline", past).exit_code == ExitCode.DONE
@@ -153,6 +184,16 @@ def test_a_past_run_is_a_baseline_that_must_not_be_lost_to(make_run: Any, suite:
         call("gate", same, "--baseline", past, "--require", "improvement").exit_code == ExitCode.NO_EVIDENCE
     )
     worse = make_run("worse", {"task": (NONE, NONE)}, [suite])
+    monkeypatch.setenv("FINETUNE_RUNS", str(past.parent))
+    named = past.rename(past.with_name("mine-1a2b3c4d"))
+    for name in (named.name, "1a2b"):
+        assert call("gate", worse, "--baseline", name).exit_code == ExitCode.REGRESSED
+    shutil.copytree(named, named.with_name("other-1a2bffff"))
+    with pytest.raises(UserError, match="names 2 runs: mine-1a2b3c4d, other-1a2bffff"):
+        call("gate", worse, "--baseline", "1a2b")
+    with pytest.raises(UserError, match="no such baseline"):
+        call("gate", worse, "--baseline", "9f9f9f9f")
+    past = named
     assert call("gate", worse, "--baseline", past).exit_code == ExitCode.REGRESSED
     records = past / "eval" / "task" / "tuned.jsonl"
     assert call("gate", worse, "--baseline", records).exit_code == ExitCode.REGRESSED
@@ -168,6 +209,7 @@ def test_the_gate_writes_junit_and_markdown(
     assert [case.get("classname") for case in group] == ["eval.task", "eval.guard"]
     assert [case[0].get("type") for case in group] == ["no-evidence", "regressed"]
     table = (tmp_path / "gate.md").read_text()
+    assert "that needs no correction for their number." in table
     assert "**Evaluation gate: regressed** (against base)" in table
     assert "| guard | regression | exact_match | -100 points [" in table
 
@@ -342,9 +384,9 @@ def test_run_evaluates_a_finished_run_and_reuses_its_answers(
     ]
     assert answers[0] != answers[1]  # the adapter was active in one of them only
 
-    from finetune.pipeline import reevaluate
+    from finetune.evaluation.run import ArmJob
 
-    monkeypatch.setattr(reevaluate, "evaluate_arm", lambda *_, **__: pytest.fail("answered again"))
+    monkeypatch.setattr(ArmJob, "evaluate", lambda *_, **__: pytest.fail("answered again"))
     again = call("run", finished_run, "--json")
     assert json.loads(again.stdout)["comparisons"] == comparison["comparisons"]
     assert call("gate", finished_run).exit_code in (ExitCode.NO_EVIDENCE, ExitCode.INCONCLUSIVE)
@@ -413,6 +455,17 @@ class _JudgeHandler(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+def _read_by_hand(n: int, is_right: bool) -> dict[str, Any]:
+    """What a review saves of an item that only the tuned model could have got right."""
+    answers = {"baseline": "no", "tuned": f'{{"intent":"A","n":{n}}}' if is_right else "no"}
+    return {
+        "suite": "task",
+        "item": f"task-{n}",
+        "right": {"baseline": False, "tuned": is_right},
+        "answers": {arm: answer_digest(text) for arm, text in answers.items()},
+    }
+
+
 def test_a_judges_verdict_counts_only_when_it_is_calibrated(make_run: Any, suite: Suite) -> None:
     run = make_run("run", {"task": (NONE, MOST)}, [suite])
     with ThreadingHTTPServer(("127.0.0.1", 0), _JudgeHandler) as server:
@@ -422,11 +475,7 @@ def test_a_judges_verdict_counts_only_when_it_is_calibrated(make_run: Any, suite
         assert result.exit_code == ExitCode.INCONCLUSIVE
         assert "tuned won 54, tied 6, lost 0 of 60" in result.stdout
         assert "not calibrated" in result.stdout
-        read = [
-            {"suite": "task", "item": f"task-{n}", "right": {"baseline": False, "tuned": MOST[n]}}
-            for n in range(30)
-        ]
-        write_jsonl(run / "eval" / "review.jsonl", read)
+        write_jsonl(run / "eval" / "review.jsonl", [_read_by_hand(n, MOST[n]) for n in range(30)])
         result = call("judge", run, *options, "--json")
         server.shutdown()
     found = json.loads(result.stdout)

@@ -45,7 +45,7 @@ class PointwiseRules:
 
     def asked(self, record: Mapping[str, Any]) -> str:
         """The question, the reference where it is shown, and the answer to judge."""
-        question = record.get("question", record["prompt"])
+        question = record.get("question") or record["prompt"]
         parts = [("question", question), ("answer", record["output"])]
         if self.shows_reference:
             parts.insert(1, ("reference", record["reference"]))
