@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.cost import Spent, cost_of
+from finetune.evaluation.early_stop import largest_cluster, pair_seen, sequential_result
 from finetune.evaluation.fairness import fairness, refuse_unfair
 from finetune.evaluation.formats import compare_formats
 from finetune.evaluation.pairing import examples, pair_records
@@ -20,6 +21,9 @@ from finetune.evaluation.slicing import slice_comparisons
 from finetune.evaluation.suite import Suite
 from finetune.stats import compare
 
+# Of an arm that stopped early, as its summary says it: {answered, of, largest_cluster}.
+Stopped = Mapping[str, int] | None
+
 
 def compare_records(
     suite: Suite,
@@ -30,21 +34,27 @@ def compare_records(
     metrics: Sequence[str] | None = None,
     slices: bool = True,
     reviewed: Reviewed | None = None,
+    stopped: Stopped = None,
 ) -> dict[str, Any]:
     """Every metric of the suite compared, in the format of `eval/comparison.json`; the primary metric decides.
 
     Several answers to an item are averaged first; `noise` then says how much of the uncertainty is sampling. slices: also
     compare every slice that the suite declares. The margin guards the primary metric. With no items nothing can be
     shown: differences are null, the verdict is `inconclusive`, and no gate passes. reviewed: what a person read of these
-    answers; a judge's verdict stays `inconclusive` until it agreed with that.
+    answers; a judge's verdict stays `inconclusive` until it agreed with that. stopped: what a summary says of an arm that
+    stopped early; where the suite may do so, the pairs up to there are compared, and the e-process decides.
     """
-    left, right = pair_records(baseline, arm, inner=inner)
-    sliced = slice_comparisons(suite, left, right, every=per_item(arm)) if slices else []
+    left, right = _pairs(suite, baseline, arm, inner=inner)
+    sliced = (
+        slice_comparisons(suite, left, right, every=right if stopped else per_item(arm)) if slices else []
+    )
     names = list(metrics) if metrics is not None else suite.metrics
     comparisons = [
         _compare_metric(suite, metric, left, right) | _noise(baseline, arm, left, metric) for metric in names
     ]
     decisive = next(one for one in comparisons if one["metric"] == suite.primary_metric)
+    if suite.stop_early is not None and left:
+        _let_bets_decide(suite, left, right, comparisons, stopped or _whole(baseline))
     result = {
         "suite": suite.name,
         "role": suite.role,
@@ -97,13 +107,46 @@ def compare_saved(
     records = baseline.records(), arm.records()
     run_folder = run_folder_of(arm.folder)
     reviewed = read_reviewed(run_folder, suite.name) if run_folder is not None else None
-    result = compare_records(suite, *records, inner=inner, slices=slices, reviewed=reviewed)
+    stopped = next((one.stopped for one in (after, before) if one is not None and one.stopped), None)
+    result = compare_records(suite, *records, inner=inner, slices=slices, reviewed=reviewed, stopped=stopped)
     if before is not None and after is not None:
-        pairs = pair_records(*records, inner=inner)
+        pairs = _pairs(suite, *records, inner=inner)
         result["cost"] = cost_of(before, after, *pairs, confidence=suite.confidence, spent=spent or Spent())
         result |= fairness(before, after)
     result["adapter_sha256"] = after.adapter_sha256 if after is not None else None
     return result
+
+
+def _pairs(
+    suite: Suite, baseline: Sequence[Record], arm: Sequence[Record], *, inner: bool
+) -> tuple[list[Record], list[Record]]:
+    if suite.stop_early is None:
+        return pair_records(baseline, arm, inner=inner)
+    return pair_seen(suite.stop_early, baseline, arm, inner=inner)
+
+
+def _whole(baseline: Sequence[Record]) -> dict[str, int]:
+    """What a summary would say of an arm that may stop early and did not."""
+    return {"of": len(per_item(baseline)), "largest_cluster": largest_cluster(baseline)}
+
+
+def _let_bets_decide(
+    suite: Suite,
+    left: Sequence[Record],
+    right: Sequence[Record],
+    comparisons: Sequence[dict[str, Any]],
+    stopped: Mapping[str, int],
+) -> None:
+    """Put the e-process in place of the test of a fixed number of items, and a note on what it does not cover."""
+    found = sequential_result(suite, left, right, of=stopped["of"], largest=stopped["largest_cluster"])
+    for one in comparisons:
+        if one["metric"] == suite.primary_metric:
+            one |= found
+        elif found["sequential"]["stopped"]:
+            one["notes"] = [
+                *one["notes"],
+                f"'{suite.primary_metric}' decided when to stop: this interval is not corrected for that",
+            ]
 
 
 def _compare_metric(

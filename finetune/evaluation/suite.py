@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from finetune.digest import digest_file, digest_json
-from finetune.errors import UserError, did_you_mean
+from finetune.errors import Fault, UserError, did_you_mean
 from finetune.evaluation.item_source import DATASET_SPLITS, ItemsSection, RawSection
 from finetune.evaluation.scorers.judged import PointwiseRules
 from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed
@@ -107,6 +107,17 @@ class SlicesSection(Section):
     )
 
 
+class StopEarlySection(Section):
+    """Ask the tuned model block by block and stop when the items seen are enough, with the promise of 1 - confidence kept.
+
+    Declared here, before any run, because the verdict then comes from the e-process alone: choosing between it and
+    the test of a fixed number of items after a look at the answers would be a second chance of a false verdict.
+    """
+
+    block_items: Count = Field(25, description="Items answered between two looks; whole clusters.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Of the order of the clusters.")
+
+
 class Suite(Section):
     """A fixed set of items with scorers. Load with `load_suite`."""
 
@@ -117,36 +128,64 @@ class Suite(Section):
     role: Literal["task", "regression", "forgetting"] = Field(
         "task", description="`task` should improve; the other two must not get worse than `margin`."
     )
-    task: Literal["generate", "choice", "text"] = Field(
+    task: Literal["generate", "choice", "text", "lm_eval"] = Field(
         "generate",
         description="`generate` a written answer; `choice`: the likeliest of the item's `check.choices`; `text`: the "
-        "likelihood of the item's reference as a whole.",
+        "likelihood of the item's reference as a whole; `lm_eval`: what the task of `items.lm_eval` asks.",
     )
     items: ItemsSection
     prompt_format: Literal["chat", "raw"] = Field(
         "chat",
-        description="`chat`: the model's chat template; `raw`: the text itself, for base models without one.",
+        description="`chat`: the model's chat template; `raw`: the text itself, for base models without one, and the "
+        "default with `items.lm_eval`.",
     )
     raw: RawSection = Field(default_factory=RawSection)
     zero_shot: ZeroShotSection = Field(default_factory=ZeroShotSection)
     few_shot: FewShotSection | None = Field(None, description="None: the suite has no few-shot arm.")
     decoding: DecodingSection = Field(default_factory=DecodingSection)
-    scorers: Annotated[list[str | ScorerSection], Field(min_length=1)] = Field(
-        description="Metrics: a scorer's name, or a mapping with its parameters."
+    scorers: list[str | ScorerSection] = Field(
+        default_factory=list,
+        description="Metrics: a scorer's name, or a mapping with its parameters. Required, but with `items.lm_eval`: "
+        "none are the task's own.",
     )
-    primary_metric: str = Field(description="The metric that decides the verdict.")
+    primary_metric: str = Field(
+        "", description="The metric that decides the verdict. Required, but with `items.lm_eval`: none is the first."
+    )
     cluster: str | None = Field(
         "group", description="What related items share: `group`, a tag, or none for independent items."
     )
     margin: Share = Field(0.02, description="A loss up to this size does not count as a regression.")
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(0.95, description="Level of every interval.")
     slices: SlicesSection = Field(default_factory=SlicesSection)
+    stop_early: StopEarlySection | None = Field(
+        None, description="None: every item is answered; the primary metric must be right or wrong."
+    )
     _path: Path = PrivateAttr(default=Path())
+    _task_digest: str = PrivateAttr(default="")
+
+    @model_validator(mode="after")
+    def _task_of_the_harness(self) -> Suite:
+        """Items of an lm-eval task bring their prompts, decoding and metrics with them."""
+        if self.items.lm_eval is None:
+            if self.task == "lm_eval":
+                raise ValueError("task: lm_eval takes its items from items.lm_eval")
+            if not self.scorers or not self.primary_metric:
+                raise ValueError("scorers and primary_metric: name at least one metric, and the one that decides")
+            return self
+        given = self.model_fields_set
+        if "task" in given and self.task != "lm_eval":
+            raise ValueError(f"task: items of an lm-eval task go with task: lm_eval, not {self.task}")
+        own = sorted(given & {"zero_shot", "few_shot", "decoding", "raw", "stop_early"})
+        if own:
+            raise ValueError(f"{own[0]}: the lm-eval task itself fixes prompts, examples and decoding")
+        defaults = {"task": "lm_eval"} | ({} if "prompt_format" in given else {"prompt_format": "raw"})
+        self.__dict__.update(defaults)  # still being made
+        return self
 
     @model_validator(mode="after")
     def _raw_answers_end(self) -> Suite:
         """A base model goes on to the next example rather than end its turn: that is where its answer ends."""
-        if self.prompt_format == "raw" and not self.decoding.stop:
+        if self.prompt_format == "raw" and not self.decoding.stop and self.items.lm_eval is None:
             stop = [self.raw.example_separator]
             self.__dict__["decoding"] = self.decoding.model_copy(update={"stop": stop})  # still being made
         return self
@@ -157,11 +196,18 @@ class Suite(Section):
         if shown is not None and self.items.hub is None and shown.split not in DATASET_SPLITS:
             raise ValueError(f"few_shot.split: '{shown.split}' is none of {', '.join(DATASET_SPLITS)}")
         names = self.metrics
+        if not names and self.items.lm_eval is not None:
+            return self  # the task's own, once its definition is read
         if len(set(names)) != len(names):
             raise ValueError(f"scorers: two metrics of one name among {', '.join(names)}; set `metric`")
+        if self.stop_early is not None and self.decoding.repeats > 1:
+            raise ValueError(
+                "stop_early: bets are on right or wrong items, and means of several answers are neither; "
+                "set decoding.repeats to 1, or leave stop_early out"
+            )
         if self.decoding.is_sampled and self.task != "generate":
             raise ValueError(f"decoding.temperature: nothing is sampled with task: {self.task}")
-        if self.primary_metric not in names:
+        if self.primary_metric and self.primary_metric not in names:
             raise ValueError(
                 f"primary_metric: no scorer gives '{self.primary_metric}'; {did_you_mean(self.primary_metric, names)}"
             )
@@ -241,12 +287,46 @@ class Suite(Section):
         definition["code"] = [scorer_digest(one.scorer, one.parameters) for one in self.scoring]
         if self.files:
             definition["files"] = [digest_file(path) for path in self.files]
+        if self._task_digest:
+            definition["lm_eval"] = self._task_digest
         return digest_json(definition)
 
 
 def load_suite(name: str | Path, *, relative_to: Path | None = None, where: str = "") -> Suite:
-    """Read a suite by path or shipped name. Raises UserError with file, line and column for every fault at once."""
-    path = find_declarative("eval", str(name), relative_to=relative_to, where=where)
+    """Read a suite by path or shipped name, or as `lm_eval:<task>`, an lm-eval task with its own metrics.
+
+    Raises UserError with file, line and column for every fault at once.
+    """
+    if str(name).startswith("lm_eval:"):
+        return _harness_suite(str(name), where)
+    try:
+        path = find_declarative("eval", str(name), relative_to=relative_to, where=where)
+    except UserError:
+        if str(name).startswith("lm_eval-"):  # a run folder's name of a task
+            return _harness_suite(str(name), where)
+        raise
+    return _read_suite(path)
+
+
+def suite_stem(name: str) -> str:
+    """The name that a suite has in a run folder, from how it is named in a recipe or on the command line."""
+    return name.replace(":", "-", 1) if name.startswith("lm_eval:") else Path(name).stem
+
+
+def _harness_suite(name: str, where: str) -> Suite:
+    from finetune.evaluation.harness.suite import suite_of_task
+
+    try:
+        return suite_of_task(name)
+    except UserError as error:
+        if not where:
+            raise
+        raise UserError(
+            [Fault(one.what, where=where, why=one.why, fix=one.fix) for one in error.faults]
+        ) from None
+
+
+def _read_suite(path: Path) -> Suite:
     suite = load_typed(path, Suite).value
     suite._path = path
     for file in suite.files:
@@ -258,5 +338,9 @@ def load_suite(name: str | Path, *, relative_to: Path | None = None, where: str 
         from finetune.evaluation.item_template import check_templates
 
         check_templates(suite.items, where=str(path))
+    if suite.items.lm_eval is not None:
+        from finetune.evaluation.harness.suite import completed
+
+        suite = completed(suite)
     suite.score_functions()  # unknown scorers and parameters are faults of the file, found before anything runs
     return suite
