@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from finetune.model.documents import Segment, cut_mask, find_segments, is_plain_causal
+from finetune.model.varlen import varlen_attention, varlen_usable
 
 ATTENTION_NAME = "document"
 
@@ -65,12 +66,14 @@ def document_attention(
     is_causal: bool | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    branches: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention in which no token sees another document; the function transformers calls in every layer.
 
-    `query` [B, H, T, D]; `key`, `value` [B, K, T', D], where T' > T only while decoding from a cache. Returns
-    [B, T, H, D] and no weights. Decoding steps, bidirectional layers, biases and soft caps go to transformers' SDPA.
+    `query` [B, H, T, D]; `key`, `value` [B, K, T', D], where T' > T only while decoding from a cache; `branches`: see
+    `find_segments`. Returns [B, T, H, D] and no weights. Decoding steps, bidirectional layers, biases and soft caps go
+    to transformers' SDPA. Raises ValueError for branches of a layer that says more than 'causal', e.g. a window.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     n_rows, _, n_tokens, head_size = query.shape
@@ -80,8 +83,10 @@ def document_attention(
     special = options.get("position_bias") is not None or options.get("softcap") is not None
     if n_tokens == 1 or key.shape[2] != n_tokens or not causal or special:
         return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
-    segments = find_segments(n_rows, n_tokens, position_ids, cu_seq_lens_q)
+    segments = find_segments(n_rows, n_tokens, position_ids, cu_seq_lens_q, branches)
     if attention_mask is not None:
+        if branches is not None:
+            raise ValueError("a mask that counts places in the row says nothing about branches of one prompt")
         mask = cut_mask(attention_mask, segments, n_rows, position_ids)
         return _plain(module, query, key, value, mask, dropout, scaling, is_causal, options)
     if dropout == 0.0 and head_size == value.shape[-1]:
@@ -95,6 +100,8 @@ def document_attention(
 
 class _CpuDocuments(torch.autograd.Function):
     """Flash attention of every segment in fp32, written straight into [B, T, H, D]; only the inputs are kept.
+
+    A segment with a prefix has the prefix's keys and values before its own, and a mask instead of the causal flag.
 
     Calling the kernels directly, in place of autograd over slices, avoids fp32 copies of q, k, v and the output living
     until the backward, and a zero-filled gradient of the whole row for every slice.
@@ -113,9 +120,10 @@ class _CpuDocuments(torch.autograd.Function):
         output = query.new_empty(n_rows, n_tokens, n_heads, head_size)
         log_sums: list[torch.Tensor] = []
         for segment in segments:
-            q, k, v = (_widen(_slice(tensor, segment)) for tensor in (query, key, value))
+            q = _widen(_slice(query, segment))
+            k, v = (_widen(_with_prefix(tensor, segment)) for tensor in (key, value))
             attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, True, scale=scale
+                q, k, v, 0.0, **_causality(segment, q.dtype), scale=scale
             )
             _slice(output.transpose(1, 2), segment).copy_(attended)
             log_sums.append(log_sum)
@@ -132,20 +140,41 @@ class _CpuDocuments(torch.autograd.Function):
         ]
         outward = gradients[0].transpose(1, 2)
         for segment, log_sum in zip(ctx.segments, log_sums, strict=True):
-            q, k, v = (_widen(_slice(tensor, segment)) for tensor in (query, key, value))
+            q = _widen(_slice(query, segment))
+            k, v = (_widen(_with_prefix(tensor, segment)) for tensor in (key, value))
             gradient = _widen(_slice(outward, segment))
             attended = _widen(_slice(output.transpose(1, 2), segment))
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient, q, k, v, attended, log_sum, 0.0, True, scale=ctx.scale
+                gradient, q, k, v, attended, log_sum, 0.0, **_causality(segment, q.dtype), scale=ctx.scale
             )
-            for result, part in zip(results, parts, strict=True):
-                _slice(result, segment).copy_(part)
+            shared = segment.prefix_length
+            _slice(results[0], segment).copy_(parts[0])
+            for result, part in zip(results[1:], parts[1:], strict=True):
+                _slice(result, segment).copy_(part[:, :, shared:])
+                if shared:  # the prefix's own gradient was written before, for it comes earlier in the row
+                    result[:, :, segment.prefix_start : segment.prefix_stop].add_(part[:, :, :shared])
         return (*results, None, None)
 
 
 def _slice(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     """View [rows, heads, tokens, D] of the part of [B, heads, T, D] that the segment covers."""
     return tensor[segment.first_row : segment.last_row, :, segment.start : segment.stop]
+
+
+def _with_prefix(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[rows, heads, prefix + tokens, D]: what the segment's tokens may see of keys or values [B, heads, T, D]."""
+    own = _slice(tensor, segment)
+    if not segment.prefix_length:
+        return own
+    prefix = tensor[segment.first_row : segment.last_row, :, segment.prefix_start : segment.prefix_stop]
+    return torch.cat([prefix, own], dim=2)
+
+
+def _causality(segment: Segment, dtype: torch.dtype) -> dict[str, Any]:
+    """Causal flag or mask for torch's kernels, whose flag counts from the first key and not from the last."""
+    if not segment.prefix_length:
+        return {"is_causal": True, "attn_mask": None}
+    return {"is_causal": False, "attn_mask": segment.visible(dtype)[None, None]}
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,15 +196,17 @@ def _each_by_sdpa(
         query, key, value = _widen(query), _widen(key), _widen(value)
     pieces: list[torch.Tensor] = []
     for segment in segments:
-        q, k, v = (_slice(tensor, segment) for tensor in (query, key, value))
+        causality = _causality(segment, query.dtype)
+        if causality["attn_mask"] is not None:
+            causality["attn_mask"] = causality["attn_mask"].to(query.device)
         attended = functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
+            _slice(query, segment),
+            _with_prefix(key, segment),
+            _with_prefix(value, segment),
             dropout_p=dropout,
-            is_causal=True,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
+            **causality,
         )
         pieces.append(attended.transpose(1, 2))
     if all(piece.shape[0] == query.shape[0] for piece in pieces):
@@ -183,51 +214,6 @@ def _each_by_sdpa(
     # Segments of single rows come row by row, so that laid end to end they are the batch.
     flat = torch.cat([piece.flatten(0, 1) for piece in pieces])
     return flat.view(query.shape[0], query.shape[2], *flat.shape[1:]).to(dtype)
-
-
-def varlen_usable(query: torch.Tensor) -> bool:
-    """torch's own variable-length flash attention: CUDA from compute capability 8.0, half precision, D <= 256."""
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: tuple[Segment, ...],
-    scale: float | None,
-) -> torch.Tensor:
-    """All documents in one kernel call: the rows are laid end to end, [B * T, heads, D]. Returns [B, T, H, D]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    n_rows, n_heads, n_tokens, head_size = query.shape
-    # Segments that rows share come once; each row needs its own.
-    shared = segments[0].last_row - segments[0].first_row
-    lengths = [segment.stop - segment.start for segment in segments] * shared
-    offsets = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
-    q, k, v = (
-        tensor.transpose(1, 2).reshape(n_rows * n_tokens, -1, head_size) for tensor in (query, key, value)
-    )
-    output: Any = varlen_attn(
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        max(lengths),
-        max(lengths),
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=n_heads != key.shape[1],
-    )
-    result: torch.Tensor = output.view(n_rows, n_tokens, n_heads, head_size)
-    return result
 
 
 def _plain(

@@ -1,6 +1,9 @@
 """Where the documents of a packed batch begin and end, and which of transformers' masks say no more than that.
 
-Shapes: B rows, T tokens in a row.
+A document may go on from a *prefix*: tokens elsewhere in the same row that it sees besides its own, as when two answers
+share one prompt and do not see each other.
+
+Shapes: B rows, T tokens in a row, S segments.
 """
 
 from __future__ import annotations
@@ -17,24 +20,47 @@ _MEMORY = "_finetune_documents"  # attribute of a tensor that holds what was rea
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `first_row` up to `last_row` (excluded), tokens `start` up to `stop` (excluded): one attention call."""
+    """Rows `first_row` up to `last_row` (excluded), tokens `start` up to `stop` (excluded): one attention call.
+
+    Its tokens also see tokens `prefix_start` up to `prefix_stop` of the same rows, all of which come before `start`.
+    """
 
     first_row: int
     last_row: int
     start: int
     stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix_stop - self.prefix_start
+
+    def visible(self, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [stop - start, prefix + stop - start]: all of the prefix, and its own tokens causally."""
+        n_own = self.stop - self.start
+        mask = torch.zeros(n_own, self.prefix_length + n_own, dtype=dtype)
+        mask[:, self.prefix_length :] = torch.full((n_own, n_own), -torch.inf, dtype=dtype).triu(1)
+        return mask
 
 
 def find_segments(
-    n_rows: int, n_tokens: int, position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None
+    n_rows: int,
+    n_tokens: int,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+    branches: torch.Tensor | None = None,
 ) -> tuple[Segment, ...]:
     """The documents of a batch [B, T], row by row and from left to right.
 
+    `branches` [S, 4] are the segments of a single row with their prefixes: start, stop, prefix start, prefix stop.
     `cu_seq_lens` are cumulative lengths over the rows laid end to end; without them a document starts where
     `position_ids` [B or 1, T] do not go up by one. Without either the batch is one segment, hence one batched call.
     """
     read: Callable[[torch.Tensor, int, int], tuple[Segment, ...]] = _from_offsets
     known = cu_seq_lens
+    if branches is not None:
+        known, read = branches, _from_branches
     if known is None:
         if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != n_tokens:
             return (Segment(0, n_rows, 0, n_tokens),)
@@ -97,6 +123,38 @@ def _from_offsets(cu_seq_lens: torch.Tensor, n_rows: int, n_tokens: int) -> tupl
             segments.append(Segment(row, row + 1, begin - row * n_tokens, stop - row * n_tokens))
             begin = stop
     return tuple(segments)
+
+
+def _from_branches(branches: torch.Tensor, n_rows: int, n_tokens: int) -> tuple[Segment, ...]:
+    """Segments [S, 4] of one row. They cover it, and every prefix lies before its segment."""
+    segments = tuple(Segment(0, 1, *(int(place) for place in four)) for four in branches.tolist())
+    ends = [0, *(segment.stop for segment in segments)]
+    whole = n_rows == 1 and ends[-1] == n_tokens
+    meets = all(segment.start == end for segment, end in zip(segments, ends, strict=False))
+    before = all(0 <= s.prefix_start <= s.prefix_stop <= s.start < s.stop for s in segments)
+    if not (whole and meets and before):
+        raise ValueError(f"branches {branches.tolist()} do not cover {n_rows} rows of {n_tokens} tokens")
+    return segments
+
+
+def branch_mask(segments: tuple[Segment, ...], n_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [1, 1, T, T] of one row of branches, for attention that is not told about segments."""
+    mask = torch.full((n_tokens, n_tokens), torch.finfo(dtype).min, dtype=dtype)
+    for segment in segments:
+        own = segment.visible(dtype).clamp(min=torch.finfo(dtype).min)
+        rows = slice(segment.start, segment.stop)
+        mask[rows, segment.prefix_start : segment.prefix_stop] = own[:, : segment.prefix_length]
+        mask[rows, rows] = own[:, segment.prefix_length :]
+    return mask[None, None]
+
+
+def attends_to_everything(config: Any) -> bool:
+    """Whether every layer of a model attends to all earlier tokens by dot products alone: no window, no soft cap."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    return kinds == {"full_attention"} and softcap is None and window is None
 
 
 def _from_positions(position_ids: torch.Tensor, n_rows: int, n_tokens: int) -> tuple[Segment, ...]:

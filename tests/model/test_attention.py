@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from finetune.model import attention
 from finetune.model.attention import document_attention, document_mask, register_document_attention
-from finetune.model.documents import Segment, find_segments
+from finetune.model.documents import Segment, branch_mask, find_segments
+from finetune.model.varlen import varlen_attention
 
 LENGTHS = [5, 1, 9, 4, 9]
 
@@ -292,6 +293,7 @@ def test_the_public_road_equals_the_fast_one() -> None:
     [
         (Segment(0, 2, 0, 3), Segment(0, 2, 3, 10)),
         (Segment(0, 1, 0, 10), Segment(1, 2, 0, 6), Segment(1, 2, 6, 10)),
+        (Segment(0, 1, 0, 6), Segment(0, 1, 6, 10, 0, 4)),
     ],
 )
 def test_the_varlen_call_lays_rows_end_to_end(
@@ -315,24 +317,31 @@ def test_the_varlen_call_lays_rows_end_to_end(
     ) -> torch.Tensor:
         assert window_size == (-1, 0)  # causal
         assert cu_seq_q.dtype == torch.int32
-        bounds = cu_seq_q.tolist()
-        assert max_q == max_k == max(b - a for a, b in itertools.pairwise(bounds))
-        parts = [
-            functional.scaled_dot_product_attention(
-                *(tensor[a:b].transpose(0, 1)[None] for tensor in (q, k, v)),
-                is_causal=True,
+        bounds, key_bounds = cu_seq_q.tolist(), cu_seq_k.tolist()
+        assert max_q == max(b - a for a, b in itertools.pairwise(bounds))
+        assert max_k == max(b - a for a, b in itertools.pairwise(key_bounds))
+        parts = []
+        for (a, b), (c, d) in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True):
+            sees = torch.ones(b - a, d - c, dtype=torch.bool).tril(
+                (d - c) - (b - a)
+            )  # counted from the last key
+            attended = functional.scaled_dot_product_attention(
+                q[a:b].transpose(0, 1)[None],
+                k[c:d].transpose(0, 1)[None],
+                v[c:d].transpose(0, 1)[None],
+                attn_mask=sees,
                 scale=scale,
                 enable_gqa=enable_gqa,
-            )[0].transpose(0, 1)
-            for a, b in itertools.pairwise(bounds)
-        ]
+            )
+            parts.append(attended[0].transpose(0, 1))
         return torch.cat(parts)
 
     monkeypatch.setattr(varlen, "varlen_attn", reference)
     generator = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(2, heads, 10, 16, generator=generator) for heads in (4, 2, 2))
+    n_rows = max(segment.last_row for segment in segments)
+    q, k, v = (torch.randn(n_rows, heads, 10, 16, generator=generator) for heads in (4, 2, 2))
     expected = attention._each_by_sdpa(q, k, v, segments, 0.0, 0.3)
-    assert torch.allclose(attention.varlen_attention(q, k, v, segments, 0.3), expected, atol=1e-6)
+    assert torch.allclose(varlen_attention(q, k, v, segments, 0.3), expected, atol=1e-6)
 
 
 def test_offsets_that_do_not_cover_the_row(model: Any) -> None:
@@ -394,3 +403,87 @@ def test_the_same_step_gives_the_same_bytes(model: Any) -> None:
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
+
+
+BRANCHES = [[0, 9, 0, 0], [9, 13, 0, 6], [13, 18, 13, 13], [18, 20, 13, 16]]
+"""Two prompts (6 and 3 tokens), each with an answer right behind it and a second one that goes on from the prompt."""
+
+
+def _branched() -> tuple[dict[str, torch.Tensor], list[tuple[list[int], list[int]]]]:
+    """A row of branches, and for every answer the places of its prompt and of its own tokens."""
+    positions = [*range(9), *range(6, 10), *range(5), *range(3, 5)]
+    ids = torch.randint(3, 259, (20,), generator=torch.Generator().manual_seed(5))
+    batch = {
+        "input_ids": ids[None],
+        "position_ids": torch.tensor([positions]),
+        "branches": torch.tensor(BRANCHES),
+    }
+    first, second = list(range(6)), list(range(13, 16))
+    answers = [
+        (first, list(range(6, 9))),
+        (first, list(range(9, 13))),
+        (second, list(range(16, 18))),
+        (second, list(range(18, 20))),
+    ]
+    return batch, answers
+
+
+def _answer_loss(model: Any, batch: dict[str, torch.Tensor], answers: Any, *, together: bool) -> torch.Tensor:
+    """Sum over the answers' tokens of their losses, from one row of branches or from every answer with its own prompt."""
+    ids, total = batch["input_ids"][0], torch.zeros(())
+    logits = model(**batch, use_cache=False).logits[0] if together else None
+    for prompt, own in answers:
+        places = [*prompt, *own]
+        rows = logits[places] if together else model(ids[places][None], use_cache=False).logits[0]
+        scored = rows[len(prompt) - 1 : -1]
+        total = total + functional.cross_entropy(scored, ids[own], reduction="sum")
+    return total
+
+
+@pytest.mark.parametrize("road", ["kernel", "public", "dense mask"])
+def test_answers_that_share_a_prompt_equal_answers_with_their_own(
+    model: Any, monkeypatch: pytest.MonkeyPatch, road: str
+) -> None:
+    batch, answers = _branched()
+    model.double()
+    expected = _answer_loss(model, batch, answers, together=False)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    if road == "dense mask":
+        model.set_attn_implementation("sdpa")
+        segments = find_segments(1, 20, None, None, batch.pop("branches"))
+        batch["attention_mask"] = branch_mask(segments, 20, torch.float64)
+    elif road == "public":
+        monkeypatch.setattr(
+            attention._CpuDocuments,
+            "apply",
+            lambda q, k, v, segments, scale: attention._each_by_sdpa(q, k, v, segments, 0.0, scale),
+        )
+    loss = _answer_loss(model, batch, answers, together=True)
+    loss.backward()
+    assert float((loss - expected).detach()) == pytest.approx(0.0, abs=1e-10)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert float((parameter.grad - gradient).norm() / gradient.norm()) < 1e-6  # the norms compute in fp32
+
+
+def test_two_answers_of_one_prompt_do_not_see_each_other(model: Any) -> None:
+    batch, _ = _branched()
+    before = model(**batch, use_cache=False).logits[0]
+    batch["input_ids"][0, 6:9] += 1
+    after = model(**batch, use_cache=False).logits[0]
+    assert torch.equal(before[9:], after[9:])
+    assert not torch.allclose(before[6:9], after[6:9])
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [[0, 9, 0, 0], [9, 19, 0, 6]],
+        [[0, 9, 0, 0], [10, 20, 0, 6]],
+        [[0, 9, 10, 12], [9, 20, 0, 6]],
+    ],
+)
+def test_branches_that_do_not_cover_the_row(branches: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="do not cover"):
+        find_segments(1, 20, None, None, torch.tensor(branches))
