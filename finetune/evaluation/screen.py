@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.evaluation.cost_screen import cost_lines
+from finetune.evaluation.early_stop import sequential_line
 from finetune.evaluation.formats import format_line
 from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
 from finetune.evaluation.repeats import noise_line
@@ -19,7 +21,7 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     for one in result["comparisons"]:
         primary = one["metric"] == result["primary_metric"]
         lines.append(
-            f"  {'*' if primary else ' '} {one['metric']:<{width}}  {_means(one)}  {describe_difference(one)}"
+            f"  {'*' if primary else ' '} {one['metric']:<{width}}  {describe_means(one)}  {describe_difference(one)}"
         )
     decisive = next(one for one in result["comparisons"] if one["metric"] == result["primary_metric"])
     if decisive.get("fixed") is not None:
@@ -29,8 +31,18 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
         )
     if decisive.get("off_format") is not None:
         lines.append(f"  {format_line(decisive['off_format'], decisive['n'])}")
+    if decisive.get("sequential") is not None:
+        lines.append(f"  {sequential_line(decisive['sequential'])}")
     if decisive.get("noise") is not None:
         lines.append(f"  {noise_line(decisive['noise'])}")
+    if result.get("cost"):
+        lines += [f"  {line}" for line in cost_lines(result["cost"])]
+    if decisive.get("missing", {}).get("items"):
+        lines.append(
+            f"  {decisive['missing']['items']} items without a score of the judge, left out (not lost)"
+        )
+    if decisive.get("judge"):
+        lines += [f"  judge {line}" for line in calibration_lines(decisive["judge"]["calibration"])]
     lines.append(f"  verdict: {result['verdict']}")
     if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
         lines.append(f"  {decisive['limits']}")
@@ -51,9 +63,11 @@ def slice_lines(result: Mapping[str, Any]) -> list[str]:
         if not one["n"]:
             lines.append(f"    {name:<{width}}  nothing compared (n = 0)")
             continue
+        scale, unit = (100.0, " points") if is_share(one) else (1.0, "")
+        low, high = one["low"] * scale, one["high"] * scale
         lines.append(
-            f"    {name:<{width}}  n = {one['n']:<4} {one['difference']:+.3f} "
-            f"[{one['low']:+.3f}, {one['high']:+.3f}]  p = {one['p_adjusted']:.3g}"
+            f"    {name:<{width}}  n = {one['n']:<4} {one['difference'] * scale:+.3g}{unit} "
+            f"[{low:+.3g}, {high:+.3g}]  p = {one['p_adjusted']:.3g}"
         )
     return lines
 
@@ -64,7 +78,7 @@ def gate_lines(answer: GateAnswer) -> list[str]:
     lines = [f"{row.outcome:<12}  {row.suite:<{width}}  {row.message}" for row in answer.rows]
     return [
         *lines,
-        f"gate: {answer.outcome} (every suite must pass; that needs no correction for their number)",
+        f"gate: {answer.outcome} ({answer.explained})",
     ]
 
 
@@ -78,7 +92,8 @@ def noise_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _means(one: Mapping[str, Any]) -> str:
+def describe_means(one: Mapping[str, Any]) -> str:
+    """'0.4% → 75.0%' for shares, plain numbers otherwise."""
     if one["mean_a"] is None:
         return "—"
     if is_share(one):

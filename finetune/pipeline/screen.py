@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.evaluation.claims import primary_of
+from finetune.evaluation.cost_screen import cost_lines
+from finetune.evaluation.early_stop import sequential_line
 from finetune.evaluation.fairness import WARNING
 from finetune.evaluation.formats import format_line
+from finetune.evaluation.gate import describe_difference
 from finetune.evaluation.repeats import noise_line
+from finetune.evaluation.screen import describe_means
 from finetune.paths import read_json
-from finetune.units import format_bytes, format_points
+from finetune.units import format_bytes
 
 _MEANING = {
     "improved": "the tuning helped",
@@ -27,8 +32,12 @@ def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
             f"memory   {_memory(read_json(folder / 'forecast.json'))}",
             f"effect   {_effect(comparison)}",
             *_format(comparison),
+            *_stopped(comparison),
             *_noise(comparison),
             *_warnings(comparison),
+            *_limits(comparison),
+            *_suites(comparison),
+            *_cost(comparison),
             f"verdict  {comparison['verdict'].upper()}: {_MEANING[comparison['verdict']]}{_basis(comparison)}",
             f"report   {report}",
         ]
@@ -39,6 +48,12 @@ def _format(comparison: dict[str, Any]) -> list[str]:
     """Answers without the form that the decisive metric needs; nothing for a metric that takes any text."""
     one = decisive(comparison)
     return [f"format   {format_line(one['off_format'], one['n'])}"] if one.get("off_format") else []
+
+
+def _stopped(comparison: dict[str, Any]) -> list[str]:
+    """How far an evaluation went that may stop early."""
+    one = decisive(comparison)
+    return [f"items    {sequential_line(one['sequential'])}"] if one.get("sequential") else []
 
 
 def _noise(comparison: dict[str, Any]) -> list[str]:
@@ -90,15 +105,36 @@ def _effect(comparison: dict[str, Any]) -> str:
     one = decisive(comparison)
     if one["difference"] is None:
         return "nothing was compared"
-    percent = round(one["confidence"] * 100)
-    low, high = one["low"] * 100, one["high"] * 100
-    line = (
-        f"{one['metric']} {one['mean_a']:.1%} → {one['mean_b']:.1%}: {format_points(one['difference'])}, "
-        f"{percent} % interval [{low:+.1f}, {high:+.1f}], n = {one['n']}"
-    )
+    line = f"{one['metric']} {' '.join(describe_means(one).split())}: {describe_difference(one)}"
     if one["fixed"] is not None:
         line += f"; {one['fixed']} fixed, {one['broken']} broken"
     return line
+
+
+def _limits(comparison: dict[str, Any]) -> list[str]:
+    """In place of 'no difference': what these items cannot tell, and how many more would settle it."""
+    one = decisive(comparison)
+    shown = comparison["verdict"] in ("no-evidence", "inconclusive") and one.get("limits")
+    notes = [f"note     {note}" for note in one.get("notes", [])]
+    return [*([f"limits   {one['limits']}"] if shown else []), *notes]
+
+
+def _suites(comparison: dict[str, Any]) -> list[str]:
+    """The other suites, one line each, and what the claims were corrected for when there are several."""
+    others = [one for one in comparison.get("suites", []) if one["suite"] != comparison["suite"]]
+    lines = []
+    for suite in others:
+        one = primary_of({**suite, "comparisons": comparison["comparisons"]})
+        lines.append(
+            f"suite    {suite['suite']} ({suite['role']}): {one['metric']} {describe_difference(one)}; {suite['verdict']}"
+        )
+    claims = sum(one["role"] == "task" for one in comparison.get("suites", []))
+    return [*lines, f"claims   {comparison['correction']['explained']}"] if claims > 1 else lines
+
+
+def _cost(comparison: dict[str, Any]) -> list[str]:
+    lines = cost_lines(comparison["cost"]) if comparison.get("cost") else []
+    return [f"{'cost' if not place else '':<8} {line}" for place, line in enumerate(lines)]
 
 
 def _basis(comparison: dict[str, Any]) -> str:
@@ -106,4 +142,8 @@ def _basis(comparison: dict[str, Any]) -> str:
     against = {"few_shot": "few-shot", "zero_shot": "zero-shot"}.get(
         comparison["against"], comparison["against"]
     )
+    if one["verdict"] != comparison["verdict"]:
+        own = comparison["verdict"]
+        deciding = [one["suite"] for one in comparison["suites"] if one["verdict"] == own]
+        return f" (decided by {', '.join(deciding)}; {one['suite']} by itself: {one['verdict']})"
     return f" (tuned against the untuned model, {against}; {one['test']})"
