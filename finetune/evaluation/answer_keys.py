@@ -57,6 +57,8 @@ def wanted_answers(
 
 def _key(common: str, suite: Suite, item: Item, prompt: Prompt, repeat: int) -> str:
     choices = (item.check or {}).get("choices") if suite.task == "choice" else None
+    if item.harness_question is not None:
+        choices = item.harness_question.definition()
     return digest_json([common, item.id, prompt.ids, choices, repeat])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.tokenise import generation_stop_ids
 from finetune.errors import UserError
@@ -20,7 +20,10 @@ from finetune.evaluation.sampling import Picker, Sampler, greedy, stream_name
 from finetune.evaluation.server import ServerModel, server_answers
 from finetune.evaluation.server_likelihood import server_likelihoods
 from finetune.evaluation.stopping import stop_rule
-from finetune.evaluation.suite import Suite
+from finetune.evaluation.suite import DecodingSection, Suite
+
+if TYPE_CHECKING:
+    from finetune.evaluation.harness.model import HarnessModel
 
 
 @dataclass(frozen=True)
@@ -62,35 +65,32 @@ class Answering:
                     else " for fully tuned models"
                 ),
             )
-        context = None
-        if not self.on_server:
-            config = inner_model(self.model).config.get_text_config()
-            context = getattr(config, "max_position_embeddings", None)
-        refuse_too_long(self.suite, self.items, self.prompts, context, self.arm, self.tokenizer)
+        refuse_too_long(self.suite, self.items, self.prompts, self.context_tokens, self.arm, self.tokenizer)
 
     def answers(self, todo: Sequence[Ask]) -> Iterator[Completion]:
         """The completions of `todo`; `Completion.index` is a place in it."""
         prompts = [self.prompts[ask.place] for ask in todo]
         items = [self.items[ask.place] for ask in todo]
-        if self.suite.task == "choice":
+        if self.suite.task == "lm_eval":
+            from finetune.evaluation.harness.answers import answer_questions
+
+            yield from answer_questions(self._harness_model(), items)
+        elif self.suite.task == "choice":
             yield from measure_choices(self._likelihoods(), self.tokenizer, prompts, items, self.suite)
         elif self.suite.task == "text":
             kl = self.suite.measures_kl
             yield from measure_texts(
                 self._likelihoods(), prompts, items, every_prompt=self.prompts, measures_kl=kl
             )
-        elif self.on_server:
-            streams, decoding = self._streams(todo), self.suite.decoding
-            yield from server_answers(
-                self.model,
-                prompts,
-                decoding,
-                streams=streams,
-                names=[item.id for item in items],
-                concurrency=self.batch_size,
-            )
         else:
-            yield from self._generated(todo, prompts)
+            # The prefix is shared by all items, not only those left: a continued run repeats the same arithmetic.
+            yield from self._written(
+                prompts,
+                self.suite.decoding,
+                streams=self._streams(todo),
+                names=[item.id for item in items],
+                shared_prefix=common_prefix([prompt.ids for prompt in self.prompts]),
+            )
 
     @property
     def _kl_needs_base(self) -> bool:
@@ -111,23 +111,54 @@ class Answering:
         seed = self.suite.decoding.seed
         return [stream_name(seed, self.items[ask.place].id, ask.repeat) for ask in todo]
 
-    def _generated(self, todo: Sequence[Ask], prompts: Sequence[Prompt]) -> Iterator[Completion]:
-        decoding = self.suite.decoding
+    def _written(
+        self,
+        prompts: Sequence[Prompt],
+        decoding: DecodingSection,
+        *,
+        streams: Sequence[str],
+        names: Sequence[str],
+        shared_prefix: int | None = None,
+    ) -> Iterator[Completion]:
+        """Answers in writing. streams: of random numbers, for sampling; names: what is asked, for messages."""
+        if self.on_server:
+            yield from server_answers(
+                self.model, prompts, decoding, streams=streams, names=names, concurrency=self.batch_size
+            )
+            return
         rule = stop_rule(
             self.tokenizer,
             max_new_tokens=decoding.max_new_tokens,
             stop_strings=decoding.stop,
             stop_ids=stop_ids(self.tokenizer, self.model, chat=self.suite.prompt_format == "chat"),
         )
-        # Over all items, not only those left, so that a continued run repeats the arithmetic of an uninterrupted one.
-        prefix = common_prefix([prompt.ids for prompt in self.prompts])
-        ids = [prompt.ids for prompt in prompts]
         pick: Picker = greedy
         if decoding.is_sampled:
-            pick = Sampler(self._streams(todo), temperature=decoding.temperature, top_p=decoding.top_p)
+            pick = Sampler(streams, temperature=decoding.temperature, top_p=decoding.top_p)
+        ids = [prompt.ids for prompt in prompts]
         yield from generate(
-            self.model, ids, rule, batch_size=self.batch_size, shared_prefix=prefix, pick=pick
+            self.model, ids, rule, batch_size=self.batch_size, shared_prefix=shared_prefix, pick=pick
         )
+
+    def _harness_model(self) -> HarnessModel:
+        from finetune.evaluation.harness.model import HarnessModel
+
+        def write(
+            prompts: Sequence[Prompt], decoding: DecodingSection, names: Sequence[str]
+        ) -> Iterator[Completion]:
+            streams = [stream_name(decoding.seed, name, 0) for name in names]
+            return self._written(prompts, decoding, streams=streams, names=names)
+
+        return HarnessModel(self.tokenizer, self._likelihoods(), write, self.context_tokens)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest input that the model was made for; None where it is not known, as on a server."""
+        if self.on_server:
+            return None
+        config = inner_model(self.model).config.get_text_config()
+        tokens: int | None = getattr(config, "max_position_embeddings", None)
+        return tokens
 
 
 def stop_ids(tokenizer: Any, model: Any, *, chat: bool = True) -> set[int]:

@@ -50,6 +50,10 @@ def refuse_too_long(
 
 def tokens_needed(suite: Suite, item: Item, prompt: Prompt, tokenizer: Any) -> int:
     """Tokens of the prompt and the longest answer that it may get."""
+    if suite.task == "lm_eval":
+        from finetune.evaluation.harness import answers
+
+        return answers.tokens_needed(answers.asking_only(tokenizer), item)
     if suite.task == "text":
         return len(prompt.ids)
     if suite.task == "choice":
@@ -62,12 +66,16 @@ def tokens_needed(suite: Suite, item: Item, prompt: Prompt, tokenizer: Any) -> i
 def _why(suite: Suite) -> str:
     if suite.task == "generate":
         return f"{suite.decoding.max_new_tokens} tokens are kept for the answer"
+    if suite.task == "lm_eval":
+        return "the task's prompt with its examples and the answer go into one context"
     return (
         "a text is measured as a whole" if suite.task == "text" else "prompt and choice are measured together"
     )
 
 
 def _fix(suite: Suite, arm: Arm) -> str:
+    if suite.task == "lm_eval":
+        return "lower items.num_fewshot in a suite over this task, or take a task with shorter documents"
     remedies = ["show fewer examples"] if arm == "few_shot" else []
     remedies += ["lower decoding.max_new_tokens"] if suite.task == "generate" else []
     return ", ".join([*remedies, "shorten or remove the item"])

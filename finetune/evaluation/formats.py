@@ -15,10 +15,9 @@ def compare_formats(left: Sequence[Record], right: Sequence[Record], metric: str
     left, right: both arms in one order. None for a metric that takes any text, or for records that were scored before
     formats were noted.
     """
-    sides = off_format(left, metric), off_format(right, metric)
-    if sides[0] is None or sides[1] is None:
+    before, after = off_format(left, metric), off_format(right, metric)
+    if before is None or after is None:
         return None
-    before, after = sides
     return {
         "baseline": sum(before),
         "arm": sum(after),

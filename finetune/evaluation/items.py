@@ -26,7 +26,7 @@ class Item:
     tags: dict[str, str] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
     check: dict[str, Any] | None = None  # what a checking scorer asks of this item's answer
-    question: Any = field(default=None, compare=False)  # of an lm-eval task: see `harness.questions.Question`
+    harness_question: Any = field(default=None, compare=False)  # of an lm-eval task: see `harness.questions.Question`
 
     @property
     def asked(self) -> str:
@@ -89,7 +89,7 @@ def items_digest(items: Sequence[Item]) -> str:
                 item.reference,
                 item.check,
                 item.cluster,
-                *([] if item.question is None else item.question.definition()),
+                *([] if item.harness_question is None else item.harness_question.definition()),
             ]
             for item in items
         ]

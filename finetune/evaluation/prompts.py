@@ -43,6 +43,10 @@ def build_prompts(
     few_shot: rows that the few-shot arm may draw examples from. In a suite of texts the prompt is the text itself, and
     with `prompt_format: raw` the item's text without a template.
     """
+    if suite.task == "lm_eval":
+        from finetune.evaluation.harness.answers import asking_only, task_prompt
+
+        return [task_prompt(asking_only(tokenizer), item) for item in items]
     if suite.task == "text":
         return [_text_prompt(item, tokenizer) for item in items]
     shown = few_shot_examples(suite.few_shot, few_shot or [], items) if arm == "few_shot" else []

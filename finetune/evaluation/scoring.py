@@ -57,7 +57,7 @@ def score_records(suite: Suite, records: Sequence[Record]) -> list[Record]:
     functions, formats = suite.score_functions(), suite.format_functions()
     scored, faults = [], []
     for record in records:
-        output, check = record["output"], record.get("check")
+        output, check = record["output"], record.get("task_scores", record.get("check"))
         try:
             scores = _apply(functions, output, record["reference"], check)
         except (ValueError, UserError) as error:

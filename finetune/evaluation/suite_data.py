@@ -53,7 +53,8 @@ def load_suite_data(
         )
         items = items_from_rows(_built(spec, suite.items.split, builds_root), cluster_key=suite.cluster)
     else:
-        items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in _own_items(suite)]
+        own = _own_items(suite, max_items)
+        items = [replace(item, cluster=cluster_of(item, suite.cluster)) for item in own]
     if not items:
         raise UserError(
             "the suite has no items",
@@ -64,8 +65,14 @@ def load_suite_data(
     return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, builds_root)))
 
 
-def _own_items(suite: Suite) -> list[Item]:
-    """Items of a file beside the suite or of the hub."""
+def _own_items(suite: Suite, max_items: int | None) -> list[Item]:
+    """Items of a file beside the suite, of the hub, or of an lm-eval task."""
+    if suite.items.lm_eval is not None:
+        from finetune.evaluation.harness.questions import task_items
+        from finetune.evaluation.harness.suite import definition_of
+
+        chat = suite.prompt_format == "chat"
+        return task_items(definition_of(suite), suite.items, chat=chat, max_items=max_items)
     texts = suite.task == "text"
     if suite.items.hub is not None:
         return _hub_items(suite, suite.items.split)

@@ -24,6 +24,7 @@ from finetune.evaluation.scorers import (
     judged,
     measured,
     overlap,
+    task_metric,
     text,
 )
 from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed, made, plain, summary_of
@@ -61,6 +62,7 @@ SCORERS: dict[str, ScorerKind] = {
         made(overlap.make_rouge),
         made(extension.make_python, takes="both"),
         made(extension.make_evaluate_metric),
+        made(task_metric.make_lm_eval, task="lm_eval", takes="check"),
         made(code.make_runs_code, takes="check", format_of=code.format_of_runs_code),
         made(judged.make_judge, takes="both", asks_a_model=True),
         plain(measured.choice_accuracy, task="choice"),

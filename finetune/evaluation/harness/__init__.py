@@ -1,0 +1,1 @@
+"""Tasks of the lm-evaluation-harness as suites: their documents, prompts and scoring; answers from our own models."""
