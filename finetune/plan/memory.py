@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from finetune.plan.activations import (
     AttentionPattern,
@@ -25,6 +25,8 @@ from finetune.plan.forecast import TERMS, Device, Forecast, finish
 from finetune.plan.kernel_cache import kernel_cache_bytes
 from finetune.plan.sharding import Offload, Sharding, shard
 from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states, quantized_bytes
+from finetune.plan.trained import DOUBLED_STARTS, trained_elements
+from finetune.recipe.adapter_section import TARGETED, VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
 
 # The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
@@ -45,21 +47,25 @@ def forecast_training(
     world_size: int = 1,
     sharding: Sharding = "none",
     offload: Offload = "none",
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
 ) -> Forecast:
     """Peak of the training steps on each of `world_size` devices.
 
     `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
     the data; without it the recipe's capacity is taken, which is the upper bound. `target_share` is the share of tokens
     that carry loss; it matters below 512 targets a forward pass. `distinct_lengths` is the number of different lengths
-    that forward passes have; without it they are taken as many, which fills the CPU's cache of kernels. Raises UserError for a model type
-    that is not covered and for target modules that match nothing.
+    that forward passes have; without it they are taken as many, which fills the CPU's cache of kernels. `optimizer`
+    defaults to the recipe's. Raises UserError for a model type that is not covered and for target modules that match
+    nothing.
     """
+    optimizer = optimizer or recipe.train.optimizer
     architecture = read_architecture(config)
     tuning = tuning_of(recipe, architecture, device)
     row_tokens = longest_pack_tokens or (
         recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
     )
+    if recipe.adapter.kind in VIRTUAL_TOKENS:
+        row_tokens += recipe.adapter.virtual_tokens
     n_tokens = recipe.train.micro_batch_size * row_tokens
     attention = attention_of(recipe, row_tokens)
     states, n_trainable = _states(recipe, architecture, tuning, optimizer)
@@ -160,14 +166,16 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
         return Tuning(
             "none", compute_bytes, autocast=compute_bytes < 4, quantized=False, on_cpu=device == "cpu"
         )
+    targeted = section.kind in TARGETED
+    # Activations of VeRA and IA3 lie like LoRA's; kinds without matrices of their own keep none for them.
     return Tuning(
-        section.kind,
+        "dora" if section.kind == "dora" else "lora",
         compute_bytes,
         autocast=compute_bytes < 4,
         quantized=recipe.model.quantize != "none",
-        rank=section.rank,
+        rank=section.rank * (2 if section.init in DOUBLED_STARTS else 1) if targeted else 0,
         dropout=section.dropout > 0,
-        adapted=adapted_linears(architecture, section.target_modules),
+        adapted=adapted_linears(architecture, section.target_modules) if targeted else (),
         on_cpu=device == "cpu",
     )
 
@@ -196,9 +204,7 @@ def _moments(
     """What differs between the moments of a step: activations, logits, gradients, and buffers."""
     checkpointing = recipe.train.gradient_checkpointing
     layer = layer_saved_bytes(architecture, tuning, attention, n_tokens)
-    kept = architecture.n_layers * (
-        checkpoint_bytes(architecture, tuning, n_tokens) if checkpointing else layer
-    )
+    kept = architecture.n_layers * _kept_bytes(architecture, tuning, n_tokens, layer, checkpointing)
     kept += outside_saved_bytes(architecture, tuning, n_tokens) + _autocast_copies(architecture, tuning)
     one_layer = layer_backward_bytes(architecture, tuning, n_tokens) + (layer if checkpointing else 0)
     head = head_bytes(architecture, tuning, math.ceil(target_share * n_tokens), n_tokens)
@@ -223,6 +229,22 @@ def _moments(
     }
 
 
+def _kept_bytes(
+    architecture: Architecture,
+    tuning: Tuning,
+    n_tokens: int,
+    layer: int,
+    checkpointing: bool | Literal["selective"],
+) -> int:
+    """What one layer keeps until its backward: all, its input, or its input and the results of its matrix products."""
+    if not checkpointing:
+        return layer
+    kept = checkpoint_bytes(architecture, tuning, n_tokens)
+    if checkpointing == "selective":
+        kept += n_tokens * tuning.compute_bytes * sum(linear.n_out for linear in architecture.layer_linears)
+    return min(kept, layer)
+
+
 def _states(
     recipe: Recipe, architecture: Architecture, tuning: Tuning, optimizer: str
 ) -> tuple[dict[str, int], int]:
@@ -230,19 +252,21 @@ def _states(
     weight_bytes = BYTES_PER_ELEMENT[recipe.model.dtype]
     terms = {"weights": 0, "quantization_constants": 0, "master_copy": 0, "adapters": 0}
     if tuning.kind == "none":
-        n_trainable = architecture.n_parameters
+        n_trainable = trained_elements(recipe.adapter, architecture).trained
         states = model_states(
             n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
         )
         terms["master_copy" if tuning.autocast else "weights"] = states.weights
+        terms["weights"] += (
+            architecture.n_parameters - n_trainable
+        ) * weight_bytes  # frozen layers and modules
         return terms | _trainable_terms(states), n_trainable
-    n_trainable = adapter_parameters(
-        architecture, tuning.rank, adapted=tuning.adapted, dora=tuning.kind == "dora"
-    )
+    elements = trained_elements(recipe.adapter, architecture)
+    n_trainable = elements.trained
     states = model_states(
         n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
     )
-    terms["adapters"] = states.weights
+    terms["adapters"] = states.weights + 4 * elements.held
     terms |= _weights(architecture, weight_bytes, recipe.model.quantize, recipe.model.double_quantization)
     return terms | _trainable_terms(states), n_trainable
 

@@ -35,15 +35,28 @@ def _eight_bit(n_states: int) -> OptimizerState:
     return OptimizerState(float(n_states), n_states * 4 / _BLOCK_SIZE_8BIT_OPTIMIZER)
 
 
+# By the names a recipe uses. Paged states can move to the host; at the worst moment they are on the device. Adafactor keeps
+# a row and a column of each matrix, Adam-mini one second moment a tensor. SOAP keeps two moments, and for each side of a
+# matrix up to its limit a statistic and a basis: four more matrices of the size of a square weight, less for others.
 OPTIMIZERS: dict[str, OptimizerState] = {
+    "adamw_fused": OptimizerState(8.0),
     "adamw": OptimizerState(8.0),
     "adamw_8bit": _eight_bit(2),
+    "adamw_paged": OptimizerState(8.0),
+    "adamw_paged_8bit": _eight_bit(2),
     "ademamix": OptimizerState(12.0),
     "ademamix_8bit": _eight_bit(3),
     "lion": OptimizerState(4.0),
     "lion_8bit": _eight_bit(1),
-    "sgd_momentum": OptimizerState(4.0),
+    "lion_paged": OptimizerState(4.0),
+    "momentum": OptimizerState(4.0),
     "sgd": OptimizerState(0.0),
+    "adafactor": OptimizerState(0.25),
+    "muon": OptimizerState(4.0),
+    "soap": OptimizerState(24.0),
+    "adam_mini": OptimizerState(4.0),
+    "schedule_free_adamw": OptimizerState(8.0),
+    "schedule_free_sgd": OptimizerState(4.0),
 }
 
 

@@ -37,12 +37,12 @@ _WORDING: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def refused(key: str, what: str, *, fix: str = "") -> PydanticCustomError:
+def refused(key: str, what: str, *, why: str = "", fix: str = "") -> PydanticCustomError:
     """For validators of a section: raise this to place a fault at `key` (dotted, below the section) with a remedy.
 
     A ValueError that reads 'key: what is wrong; what to write' does the same.
     """
-    return PydanticCustomError("refused", "{what}", {"key": key, "what": what, "fix": fix})
+    return PydanticCustomError("refused", "{what}", {"key": key, "what": what, "why": why, "fix": fix})
 
 
 def faults_of_validation(
@@ -77,18 +77,23 @@ def _fault(detail: ErrorDetails, node: Mapping, model: type[BaseModel], key: str
         given = detail["input"]
         tail = "" if isinstance(given, list | dict) or given == "" else f", not {shown(given)}"
         return origin, Fault(f"'{dotted}' {rule}{tail}", str(origin), _why(model, detail), "")
-    message, target, fix = detail["msg"], "", ""
+    message, target, why, fix = detail["msg"], "", "", ""
     if detail["type"] == "refused":
-        message, target, fix = limits["what"], limits["key"], limits["fix"]
+        message, target, why, fix = limits["what"], limits["key"], limits["why"], limits["fix"]
     elif detail["type"] in ("value_error", "assertion_error"):
         message = str(limits.get("error", message))
         if (keyed := _KEYED_MESSAGE.fullmatch(message)) is not None:
             target, message, fix = keyed[1] or "", keyed[2], keyed[3] or ""
     if target:
         loc = (*detail["loc"], *target.split("."))
+        section = dotted
         dotted, origin = _locate(node, loc, key)
+        if not dotted.endswith(
+            target
+        ):  # a section on the way has all its defaults, so the file does not hold it
+            dotted = f"{section}.{target}" if section else target
         origin = _culprit(node, loc) or origin
-    return origin, Fault(f"'{dotted}': {message}" if dotted else message, str(origin), "", fix)
+    return origin, Fault(f"'{dotted}': {message}" if dotted else message, str(origin), why, fix)
 
 
 def _culprit(node: Node, loc: tuple[int | str, ...]) -> Origin | None:

@@ -37,6 +37,7 @@ RESULT_NEUTRAL = (
     "eval.prices",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
+    "train.pin_checkpoints",
     "train.report_to",
 )
 """Keys outside the digest: words, profiles (applied by then), and switches that change speed, disk, trackers or prices but

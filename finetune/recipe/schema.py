@@ -7,54 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from finetune.recipe.adapter_section import AdapterSection
+from finetune.recipe.agreement import check_sections_agree
 from finetune.recipe.constraints import refused
+from finetune.recipe.model_section import ModelSection
+from finetune.recipe.section import Count, Section, Share
+from finetune.recipe.train_section import TrainSection
 
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Override = str | int | float | bool | list[str] | None
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and closed so that a typing error is never ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class ModelSection(Section):
-    """The base model and how its weights are held."""
-
-    id: str = Field(description="`builtin:smollm2-135m-instruct`, a folder, or a hub id.")
-    revision: str | None = Field(None, description="Commit or tag of a hub id.")
-    dtype: Literal["bf16", "fp32"] = Field(
-        "bf16", description="Type of the frozen base weights and of the compute."
-    )
-    quantize: Literal["none", "nf4", "fp4", "int8"] = Field(
-        "none", description="Quantization of the frozen weights; `nf4` is QLoRA."
-    )
-    double_quantization: bool = Field(
-        True, description="Quantize the 4-bit constants too (0.37 bits a parameter less)."
-    )
-    attention: Literal["auto", "document", "sdpa", "eager"] = Field(
-        "auto",
-        description="`document` attends each packed document by itself; `auto` takes it when packing.",
-    )
-    trust_remote_code: Literal[False] | str = Field(
-        False, description="Off, or the pinned commit whose code may run."
-    )
-
-
-class AdapterSection(Section):
-    """The trained part."""
-
-    kind: Literal["lora", "dora", "none"] = Field("lora", description="`none` tunes all weights.")
-    rank: Count = Field(32, description="Rank r of the update B·A.")
-    alpha: Annotated[float, Field(gt=0)] = Field(64.0, description="The update is scaled by alpha / rank.")
-    dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="Names of the adapted modules; every name must match at least one module."
-    )
 
 
 class DataSection(Section):
@@ -68,43 +30,6 @@ class DataSection(Section):
     train_on: Literal["all", "last"] = Field("all", description="Assistant turns that carry loss.")
     max_train_rows: Count | None = Field(None, description="Use only the first rows of the seeded order.")
     max_validation_rows: Count | None = Field(None, description="Validation rows used for the loss curve.")
-
-
-class TrainSection(Section):
-    """The optimization."""
-
-    method: Literal["sft"] = Field("sft", description="Training method.")
-    epochs: Annotated[float, Field(gt=0)] = Field(2.0, description="Passes over the train rows.")
-    max_steps: Count | None = Field(
-        None, description="Stop after this many optimizer steps, whatever `epochs` says."
-    )
-    learning_rate: Annotated[float, Field(gt=0, lt=1)] = Field(2e-4, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Shape after the warm-up."
-    )
-    warmup_share: Share = Field(0.05, description="Linear warm-up, as a share of all steps.")
-    floor_share: Share = Field(0.1, description="The cosine ends at this share of the peak.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Decoupled decay; never on biases and norms."
-    )
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Clip, once, on the accumulated gradient."
-    )
-    micro_batch_size: Count = Field(1, description="Packs (or rows, without packing) in one forward pass.")
-    gradient_accumulation_steps: Count = Field(1, description="Forward passes in one optimizer step.")
-    packing: bool = Field(True, description="Fill packs of whole rows that cannot see each other.")
-    pack_tokens: Count = Field(1024, description="Capacity of a pack, in tokens.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations: less memory, about 30 % slower."
-    )
-    checkpoint_every_steps: Count = Field(50, description="Optimizer steps between resumable checkpoints.")
-    keep_checkpoints: Count = Field(2, description="Newest checkpoints kept.")
-    validate_every_steps: Count | None = Field(
-        None, description="Steps between token-weighted validation losses; none: once, at the end."
-    )
-    report_to: list[Literal["trackio", "wandb", "tensorboard", "mlflow"]] = Field(
-        default_factory=list, description="Trackers to feed besides events.jsonl."
-    )
 
 
 BaselineArm = Literal["zero_shot", "few_shot"]
@@ -217,13 +142,8 @@ class Recipe(Section):
     )
 
     @model_validator(mode="after")
-    def _quantized_needs_adapter(self) -> Recipe:
-        if self.adapter.kind == "none" and self.model.quantize != "none":
-            raise refused(
-                "adapter.kind",
-                f"quantized weights ({self.model.quantize}) cannot be tuned in full",
-                fix="use adapter.kind: lora, or model.quantize: none",
-            )
+    def _sections_agree(self) -> Recipe:
+        check_sections_agree(self.model, self.adapter, self.train)
         return self
 
 
@@ -240,3 +160,18 @@ class RecipeFile(Recipe):
         """The recipe alone, validated as it is, once what it extends has been read."""
         content = {name: getattr(self, name) for name in Recipe.model_fields}
         return Recipe.model_construct(self.model_fields_set - {"extends"}, **content)
+
+
+__all__ = [
+    "AdapterSection",
+    "Count",
+    "DataSection",
+    "EvalSection",
+    "ModelSection",
+    "PricesSection",
+    "Recipe",
+    "RecipeFile",
+    "Section",
+    "Share",
+    "TrainSection",
+]

@@ -150,7 +150,7 @@ ONE_FAULT: dict[str, tuple[str, str, str, str]] = {
     "unknown choice": (
         with_lines("train:", "  schedule: cosin"),
         "8:13",
-        "'train.schedule' must be one of cosine, linear, constant, not 'cosin'",
+        "'train.schedule' must be one of cosine, linear, wsd, inverse_sqrt, constant, not 'cosin'",
         "did you mean 'cosine'?",
     ),
     "unknown choice in a list": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ def test_shipped_recipes_resolve_and_read_back(name: str, write: Write) -> None:
 def test_every_key_is_written_in_schema_order(write: Write) -> None:
     from ruamel.yaml import YAML
 
-    written = YAML(typ="safe", pure=True).load(resolved_yaml(load_recipe(write())))
-    flat = [
-        key
-        for name, value in written.items()
-        for key in [name, *(f"{name}.{leaf}" for leaf in (value if isinstance(value, dict) else ()))]
-    ]
-    assert flat == list(dotted_keys(Recipe))
+    def keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in section.items():
+            yield f"{prefix}{name}"
+            yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else ()
+
+    ramp = [
+        "train.gradient_accumulation_steps=2",
+        "train.batch_ramp.steps=1",
+    ]  # a section that is absent by default
+    written = YAML(typ="safe", pure=True).load(resolved_yaml(load_recipe(write(), ramp)))
+    assert list(keys(written)) == list(dotted_keys(Recipe))
 
 
 def test_a_profile_and_flags_are_not_applied_again(write: Write) -> None:
@@ -121,8 +126,13 @@ def test_neutral_keys_exist() -> None:
 
 def test_explain_names_every_value_with_its_meaning(write: Write) -> None:
     rows = explain(write())
-    sections = {"model", "adapter", "data", "train", "eval", "profiles"}
-    assert [row.key for row in rows] == [key for key in dotted_keys(Recipe) if key not in sections]
+    known = list(dotted_keys(Recipe))
+    absent = [key for key in known if key.startswith("train.batch_ramp.")]
+    sections = {key for key in known if any(other.startswith(f"{key}.") for other in known)}
+    values = [
+        key for key in known if key not in {*sections, *absent, "profiles"} or key == "train.batch_ramp"
+    ]
+    assert [row.key for row in rows] == values
     assert all(row.description for row in rows)
     name = next(row for row in rows if row.key == "name")
     assert (name.value, name.source) == ("job", "default")

@@ -1,0 +1,59 @@
+"""Rules that hold between the sections of a recipe."""
+
+from __future__ import annotations
+
+from finetune.recipe.adapter_section import LOW_RANK, VIRTUAL_TOKENS, AdapterSection
+from finetune.recipe.constraints import refused
+from finetune.recipe.model_section import ModelSection
+from finetune.recipe.train_section import TrainSection
+
+
+def check_sections_agree(model: ModelSection, adapter: AdapterSection, train: TrainSection) -> None:
+    """Raise, at the key to change, where what one section asks for cannot be with what another one does."""
+    _check_quantized(model, adapter)
+    if adapter.kind in VIRTUAL_TOKENS and train.packing:
+        raise refused(
+            "train.packing",
+            f"the virtual tokens of adapter.kind {adapter.kind} stand before one row; a pack holds several",
+            fix="set train.packing: false",
+        )
+    if model.new_tokens and adapter.kind not in (*LOW_RANK, "none"):
+        raise refused(
+            "model.new_tokens",
+            f"adapter.kind {adapter.kind} cannot train rows of the embedding, so new tokens would stay untrained",
+            fix="use adapter.kind: lora, dora or none",
+        )
+    if train.lora_plus_ratio is not None and adapter.kind not in LOW_RANK:
+        raise refused(
+            "train.lora_plus_ratio",
+            f"adapter.kind {adapter.kind} has no matrices A and B",
+            fix="use adapter.kind: lora or dora, or leave it out",
+        )
+    if train.fp8 and model.quantize != "none":
+        raise refused(
+            "train.fp8",
+            f"weights in {model.quantize} are not multiplied in 8-bit floats",
+            fix="set model.quantize: none, or train.fp8: false",
+        )
+
+
+def _check_quantized(model: ModelSection, adapter: AdapterSection) -> None:
+    if adapter.kind in ("none", "bitfit") and model.quantize != "none":
+        raise refused(
+            "adapter.kind",
+            f"quantized weights ({model.quantize}) cannot be tuned in full",
+            fix="use adapter.kind: lora, or model.quantize: none",
+        )
+    if adapter.init in ("pissa", "olora") and model.quantize != "none":
+        raise refused(
+            "adapter.init",
+            f"{adapter.init} splits the weight itself, and the codes of {model.quantize} weights cannot be split",
+            why="quantizing what is left would train on another base than the one on disk",
+            fix="use init: loftq or default, or model.quantize: none",
+        )
+    if adapter.init == "loftq" and model.quantize not in ("nf4", "fp4"):
+        raise refused(
+            "adapter.init",
+            "loftq starts from the error of 4-bit weights, and the weights are not in 4 bits",
+            fix="set model.quantize: nf4, or use another init",
+        )
