@@ -24,7 +24,7 @@ import psutil
 from finetune.paths import read_json
 
 _SECONDS_BETWEEN_SAMPLES = 0.05
-_WORDS_ASKED, _WORDS_ANSWERED = 50, 100
+_WORDS_ASKED, _WORDS_ANSWERED, _WORDS_A_PHRASE = 50, 100, 5
 _SPEC = """\
 dataset: 1
 name: benchmark
@@ -44,9 +44,8 @@ def write_rows(path: Path, n_rows: int, seed: int = 17) -> int:
     recent: list[dict[str, Any]] = []
 
     def some(count: int) -> list[str]:
-        start = rng.randrange(len(pool) - count * 7)
-        step = rng.choice((1, 2, 3, 5, 7))
-        return pool[start : start + count * step : step]
+        starts = [rng.randrange(len(pool) - _WORDS_A_PHRASE) for _ in range(count // _WORDS_A_PHRASE)]
+        return [word for start in starts for word in pool[start : start + _WORDS_A_PHRASE]]
 
     with path.open("wb", buffering=1 << 20) as stream:
         for number in range(n_rows):

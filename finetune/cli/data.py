@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from finetune.data.build import DatasetBuild
-    from finetune.data.leaks import Leak
     from finetune.data.rows import Progress, Row, Side
     from finetune.data.tokenise import TokenisedRow, TrainOn
 
@@ -91,40 +90,28 @@ def check(
     builds: BuildsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove that the files are those of the manifest and that no prompt and no group is on two sides; else exit 2."""
-    from finetune.data.build import split_digest
-    from finetune.data.leaks import find_leaks
-    from finetune.data.rows import SIDES
-    from finetune.errors import Fault, UserError
+    """Prove from the files that nothing is on two sides, that they are those of the manifest, and that the ledger adds up.
+
+    Exit 2, with the pairs of rows, when a prompt, a group or nearly the same question is on two sides.
+    """
+    from finetune.data.check import check_build
+    from finetune.errors import ExitCode, UserError
 
     found = _open_or_build(source, builds)
-    leaks = find_leaks(found.by_side, found.manifest.get("unique_by"))
-    faults = [_leak_fault(leak, found.folder) for members in leaks.values() for leak in members]
-    for side in SIDES:
-        if split_digest(found.by_side[side]) != found.manifest["splits"][side]["digest"]:
-            faults.append(
-                Fault(
-                    f"the {side} rows are not those of the manifest: the file was changed after the build",
-                    str(found.folder / f"{side}.jsonl"),
-                    "",
-                    "delete the folder and build it again",
-                )
-            )
-    if faults:
-        raise UserError(faults)
-    counts = {kind: len(members) for kind, members in leaks.items()}
-    rows = {side: len(found.by_side[side]) for side in SIDES}
-    human = f"no leaks between {', '.join(f'{side} ({n})' for side, n in rows.items())}: " + ", ".join(
-        f"{kind} {n}" for kind, n in counts.items()
-    )
-    emit({"folder": str(found.folder), "rows": rows, "leaks": counts}, human, as_json=as_json)
+    with _progress_bar("checking rows") as on_progress:
+        result = check_build(found, on_progress)
+    if not result.passed and not as_json:
+        raise UserError(result.faults())
+    emit(result.to_dict(), result.describe(), as_json=as_json)
+    if not result.passed:
+        raise typer.Exit(ExitCode.USER_ERROR)
 
 
 def _build(spec: str, builds: Path | None) -> DatasetBuild:
     from finetune.data.build import build_dataset, default_builds_root
     from finetune.paths import find_declarative
 
-    with _progress_bar() as on_progress:
+    with _progress_bar("building") as on_progress:
         return build_dataset(
             find_declarative("data", spec), builds or default_builds_root(), on_progress=on_progress
         )
@@ -136,7 +123,7 @@ def _open_or_build(source: str, builds: Path | None) -> DatasetBuild:
     return open_build(Path(source)) if Path(source).is_dir() else _build(source, builds)
 
 
-def _progress_bar() -> Any:
+def _progress_bar(label: str) -> Any:
     """A context that yields a progress callback; the bar, with time left, is on standard error of a terminal."""
     import contextlib
 
@@ -146,7 +133,7 @@ def _progress_bar() -> Any:
     @contextlib.contextmanager
     def showing() -> Iterator[Progress]:
         with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("reading rows", total=1.0)
+            task = bar.add_task(label, total=1.0)
             yield lambda share: bar.update(task, completed=share)
 
     return showing()
@@ -165,18 +152,6 @@ def _describe(made: DatasetBuild) -> str:
         f"+ quarantined {ledger['quarantined']}{dropped}\n"
         f"  {sides}\n"
         f"  leaks between sides: {leaks}" + (f"\n  keys read past: {ignored}" if ignored else "")
-    )
-
-
-def _leak_fault(leak: Leak, folder: Path) -> Any:
-    from finetune.errors import Fault
-
-    return Fault(
-        f"{leak.kind} leak: {leak.first_side} row {leak.first_id} and {leak.second_side} row {leak.second_id} "
-        f"share {leak.key!r}",
-        str(folder),
-        "what is measured on one side was learnt on the other",
-        "build the dataset again from its spec",
     )
 
 

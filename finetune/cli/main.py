@@ -45,8 +45,9 @@ def root(
 
 
 def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
-    """Say on stderr what Ctrl-C left behind, and exit; only `run` continues where it stopped."""
-    resumes = "; the same command continues where it stopped" if arguments[:1] == ["run"] else ""
+    """Say on stderr what Ctrl-C left behind, and exit; `run` and `data build` continue where they stopped."""
+    continues = arguments[:1] == ["run"] or arguments[:2] == ["data", "build"]
+    resumes = "; the same command continues where it stopped" if continues else ""
     print(f"interrupted{resumes}", file=sys.stderr)
     sys.exit(ExitCode.INTERRUPTED)
 

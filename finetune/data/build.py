@@ -7,29 +7,43 @@ versions of the packages and the code of this package. The same inputs find the 
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from finetune.data.leaks import find_leaks
-from finetune.data.read import Reject, check_reject_rate, iter_rows, source_files
-from finetune.data.rows import SIDES, Ledger, Progress, Row, Side
+from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec import DatasetSpec
-from finetune.data.spec_source import FilesSource, HomeIntentsSource
-from finetune.data.split import require_train, select_rows, split_rows
+from finetune.data.stages.assemble import ASSIGNMENT, MANIFEST, Plan, make_build
+from finetune.data.stages.digests import split_digest
+from finetune.data.stages.parts import parse_line
+from finetune.data.stages.read import PIECE_BYTES, gather_input, gather_pinned, pieces_of
+from finetune.data.stages.runner import LocalRunner, Runner
+from finetune.data.stages.sides import read_assignment
+from finetune.data.stages.work import WorkFolder, locked_work
+from finetune.data.stages.write import LEDGER, REJECTS, side_file
 from finetune.digest import digest_bytes, digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
-from finetune.paths import disk_faults, read_json, read_jsonl, runs_root, write_json, write_jsonl
+from finetune.paths import disk_faults, read_json, runs_root
 from finetune.recipe.yaml_loader import Loaded, load_typed
 
-MANIFEST = "manifest.json"
-LEDGER = "ledger.jsonl"
-REJECTS = "rejects.jsonl"
+__all__ = [
+    "ASSIGNMENT",
+    "LEDGER",
+    "MANIFEST",
+    "REJECTS",
+    "DatasetBuild",
+    "build_dataset",
+    "default_builds_root",
+    "load_spec",
+    "open_build",
+    "split_digest",
+]
 # Modules that have no say in which rows come out; a change in any other module of this package makes a new build.
-_DOWNSTREAM = frozenset({"tokenise.py", "row_tokens.py", "chat_spans.py", "long_rows.py", "packing.py"})
+_DOWNSTREAM = frozenset(
+    {"tokenise.py", "row_tokens.py", "chat_spans.py", "long_rows.py", "packing.py", "check.py", "leaks.py"}
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +58,34 @@ class DatasetBuild:
         """Of everything that decided the rows."""
         return str(self.manifest["digest"])
 
-    def rows(self, split: Side) -> list[Row]:
-        """The rows of one side, in the seeded order in which they are used."""
+    def path(self, split: Side) -> Path:
+        """The file of one side. Raises UserError when there is no such side."""
         if split not in SIDES:
             raise UserError(f"a dataset build has no split '{split}'", fix=did_you_mean(split, SIDES))
-        return [Row.from_dict(given) for given in read_jsonl(self.folder / f"{split}.jsonl")]
+        return self.folder / side_file(split)
+
+    def iter_rows(self, split: Side) -> Iterator[Row]:
+        """The rows of one side, one after the other, in the seeded order in which they are used."""
+        path = self.path(split)
+        try:
+            stream = path.open("rb")
+        except FileNotFoundError:
+            raise UserError(f"no such file: {path}", fix="delete the folder and build it again") from None
+        with stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    row = Row.from_dict(parse_line(line))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UserError(
+                        f"not a row: {error}",
+                        where=f"{path}:{number}",
+                        fix="delete the folder and build it again",
+                    ) from None
+                yield row
+
+    def rows(self, split: Side) -> list[Row]:
+        """The rows of one side as a list; `iter_rows` holds one at a time."""
+        return list(self.iter_rows(split))
 
     @cached_property
     def by_side(self) -> dict[Side, list[Row]]:
@@ -66,29 +103,39 @@ def load_spec(path: Path) -> Loaded[DatasetSpec]:
     return load_typed(path, DatasetSpec)
 
 
-def build_dataset(spec_path: Path, builds_root: Path, *, on_progress: Progress | None = None) -> DatasetBuild:
+def build_dataset(
+    spec_path: Path,
+    builds_root: Path,
+    *,
+    on_progress: Progress | None = None,
+    runner: Runner | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> DatasetBuild:
     """Build the dataset of a spec, or find the complete build of the same inputs.
 
-    The folder appears under `builds_root` in one step, when everything in it is written: a build that was killed
-    leaves nothing that could be taken for a complete one. Raises UserError for a faulty spec, missing files, too many
-    faulty rows, no rows, or a split without train rows. `on_progress` is told the share of the source read so far.
+    The folder appears under `builds_root` in one step, when everything in it is written. What a killed build has done
+    waits in a hidden folder beside it, and the next build of the same name continues there: pieces of the input that
+    were read are not read again. Raises UserError for a faulty spec, missing files, too many faulty rows, no rows, or a
+    split without train rows. `on_progress` is told the share that is done. `runner` does the pieces (default: one
+    process a core), `piece_bytes` is their size; neither changes which rows come out.
     """
-    loaded = load_spec(spec_path)
-    spec = loaded.value
-    inputs = _source_inputs(spec, spec_path.parent)
-    digest = digest_json({"spec": _spec_digest(spec), "inputs": inputs, "code": _code_digest(), "format": 1})
-    folder = builds_root / f"{spec.name}-{digest[:8]}"
-    found = _complete_build(folder, digest)
+    plan = _plan(load_spec(spec_path), spec_path.parent)
+    folder = builds_root / f"{plan.spec.name}-{plan.digest[:8]}"
+    found = _complete_build(folder, plan.digest)
     if found is not None:
         return found
-    with disk_faults(builds_root):
-        builds_root.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=builds_root, prefix=f".{folder.name}."))
-    try:
-        manifest = _build_into(beside, loaded, spec_path, digest, inputs, on_progress or _no_progress)
-        return DatasetBuild(_publish(beside, folder, digest), manifest)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with locked_work(builds_root, plan.spec.name) as work:
+        found = _complete_build(folder, plan.digest)  # another process may have made it meanwhile
+        if found is None:
+            pieces = [
+                piece
+                for given in plan.inputs
+                for piece in pieces_of(given, plan.spec.seed, plan.code, piece_bytes)
+            ]
+            manifest = make_build(plan, pieces, work, runner or LocalRunner(), on_progress or _nobody)
+            _publish(work, folder)
+            found = DatasetBuild(folder, manifest)
+    return found
 
 
 def open_build(folder: Path) -> DatasetBuild:
@@ -101,107 +148,52 @@ def open_build(folder: Path) -> DatasetBuild:
     return DatasetBuild(folder, read_json(folder / MANIFEST))
 
 
-def _build_into(
-    folder: Path,
-    loaded: Loaded[DatasetSpec],
-    spec_path: Path,
-    digest: str,
-    inputs: dict[str, Any],
-    on_progress: Progress,
-) -> dict[str, Any]:
+def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
+    """Find and hash everything that the spec names."""
     spec = loaded.value
-    ledger = Ledger()
-    ignored_keys: Counter[str] = Counter()
-    rows = _read_source(spec, spec_path, ledger, ignored_keys, on_progress)
-    by_side = split_rows(rows, spec.split, ledger)
-    by_side = select_rows(by_side, spec.select, spec.seed, ledger)
-    require_train(by_side, loaded.where("split"))
-    ledger.close(sum(len(members) for members in by_side.values()))
-    leaks = {kind: len(found) for kind, found in find_leaks(by_side, spec.split.unique_by).items()}
-    if any(leaks.values()):
-        raise AssertionError(f"the split put rows on two sides: {leaks}")
-    manifest: dict[str, Any] = {
+    code = _code_digest()
+    inputs = [
+        gather_input(origin, source, spec_folder, _where_in(loaded, origin))
+        for origin, source in enumerate(spec.sources)
+    ]
+    if spec.split.pinned is not None:
+        inputs.append(
+            gather_pinned(spec.split.pinned, spec.sources[0], spec_folder, loaded.where("split.pinned"))
+        )
+    frozen_path = None if spec.split.frozen_from is None else spec_folder / spec.split.frozen_from
+    decided_by = {
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [given.describe() for given in inputs],
+        "frozen": None
+        if frozen_path is None
+        else _digest_named(frozen_path, loaded.where("split.frozen_from")),
+        "code": code,
         "format": 1,
-        "digest": digest,
-        "name": spec.name,
-        "description": spec.description,
-        "licence": spec.licence,
-        "seed": spec.seed,
-        "spec_digest": _spec_digest(spec),
-        "code_digest": _code_digest(),
-        "unique_by": spec.split.unique_by,
-        "source": {
-            "kind": spec.source.kind,
-            **inputs,
-            "ignored_keys": dict(sorted(ignored_keys.items())),
-        },
-        "splits": {
-            side: {"rows": len(by_side[side]), "digest": split_digest(by_side[side])} for side in SIDES
-        },
-        "ledger": ledger.to_dict(),
-        "leaks": leaks,
     }
-    for side in SIDES:
-        write_jsonl(folder / f"{side}.jsonl", [row.to_dict() for row in by_side[side]])
-    write_jsonl(folder / LEDGER, ledger.entries)
-    write_jsonl(folder / REJECTS, [entry for entry in ledger.entries if entry["kind"] == "quarantined"])
-    write_json(folder / MANIFEST, manifest)
-    return manifest
+    return Plan(
+        spec=spec,
+        digest=digest_json(decided_by),
+        code=code,
+        inputs=inputs,
+        frozen={} if frozen_path is None else read_assignment(frozen_path),
+        where=loaded.where,
+    )
 
 
-def _read_source(
-    spec: DatasetSpec, spec_path: Path, ledger: Ledger, ignored_keys: Counter[str], on_progress: Progress
-) -> list[Row]:
-    if isinstance(spec.source, HomeIntentsSource):
-        from finetune.data import home_intents  # parses a grammar: only when asked for
-
-        return list(home_intents.sample_rows(spec.source, spec.seed, ledger, on_progress))
-    assert isinstance(spec.source, FilesSource)
-    return _read_files(spec.source, spec_path, ledger, ignored_keys, on_progress)
+def _where_in(loaded: Loaded[DatasetSpec], origin: int) -> Callable[[str], str]:
+    """The place of a key of one source, which is `source` itself or a member of that list."""
+    is_list = isinstance(loaded.value.source, list)
+    return lambda key: loaded.where(key.replace("source", f"source[{origin}]", 1) if is_list else key)
 
 
-def _read_files(
-    source: FilesSource, spec_path: Path, ledger: Ledger, ignored_keys: Counter[str], on_progress: Progress
-) -> list[Row]:
-    rows: list[Row] = []
-    rejects: list[Reject] = []
-    files = source_files(source, spec_path.parent)
-    for number, file in enumerate(files):
-        on_progress(number / len(files))
-        for found in iter_rows(file, source, ignored_keys=ignored_keys):
-            ledger.read += 1
-            if isinstance(found, Reject):
-                rejects.append(found)
-                ledger.quarantine(**found.to_dict())
-            else:
-                rows.append(found)
-    on_progress(1.0)
-    names = [file.name for file in files]
-    check_reject_rate(source, ledger.read, len(rejects), rejects[:5], names, str(spec_path))
-    return rows
-
-
-def _source_inputs(spec: DatasetSpec, spec_folder: Path) -> dict[str, Any]:
-    """What the source reads besides the spec: package versions, or the SHA-256 of every file."""
-    if isinstance(spec.source, HomeIntentsSource):
-        from finetune.data import home_intents
-
-        return {"packages": home_intents.source_versions()}
-    assert isinstance(spec.source, FilesSource)
-    return {"files": {file.name: digest_file(file.path) for file in source_files(spec.source, spec_folder)}}
-
-
-def _no_progress(share: float) -> None:
-    """Nobody is watching."""
-
-
-def split_digest(rows: list[Row]) -> str:
-    """Of the content and order of a side; where a row came from (file and line) does not count."""
-    return digest_json([[row.id, row.messages, row.tools, row.group, row.tags] for row in rows])
-
-
-def _spec_digest(spec: DatasetSpec) -> str:
-    return digest_json(spec.model_dump(mode="json"))
+def _digest_named(path: Path, where: str) -> str:
+    if not path.is_file():
+        raise UserError(
+            f"no such file: {path}",
+            where=where,
+            fix="correct the path; relative paths are taken from the folder of the spec",
+        )
+    return digest_file(path)
 
 
 def _code_digest(package: Path = Path(__file__).parent) -> str:
@@ -221,17 +213,19 @@ def _complete_build(folder: Path, digest: str) -> DatasetBuild | None:
     if not (folder / MANIFEST).is_file():
         return None
     found = open_build(folder)
-    files = [folder / f"{side}.jsonl" for side in SIDES]
+    files = [folder / side_file(side) for side in SIDES]
     return found if found.digest == digest and all(path.is_file() for path in files) else None
 
 
-def _publish(beside: Path, folder: Path, digest: str) -> Path:
-    """Give a finished folder its name. When another process was faster, its build is the same: keep that one."""
+def _publish(work: WorkFolder, folder: Path) -> None:
+    """Give the finished build its name, and remove the work behind it."""
     with disk_faults(folder):
         if folder.exists():
-            if _complete_build(folder, digest) is not None:
-                return folder
             shutil.rmtree(folder)
-        beside.chmod(0o755)
-        beside.rename(folder)
-    return folder
+        work.out.chmod(0o755)
+        work.out.rename(folder)
+    work.remove()
+
+
+def _nobody(share: float) -> None:
+    """Nobody is watching."""

@@ -1,19 +1,36 @@
-"""The proof that no evaluation row was seen in training: exact prompts and groups that are on two sides."""
+"""The proof that no evaluation row was seen in training, found anew from the files of a build and not from its manifest."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from finetune.data.rows import SIDES, Row, Side
-from finetune.data.split import normalised_prompt
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from finetune.data.rows import SIDES, Progress, Row, Side
+from finetune.data.spec_split import GuardSection
+from finetune.data.stages.digests import SideHasher
+from finetune.data.stages.guard import near_pairs
+from finetune.data.stages.parts import KEYS, ROWS_A_BATCH, KeyColumns, parse_line
+from finetune.data.stages.sides import SideCodes
+from finetune.data.stages.table import Codes, RowTable
+from finetune.data.stages.write import side_file
+from finetune.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Two rows on different sides that share what must be on one side only. `kind` is exact, group or a tag's name."""
+    """Two rows on different sides that share what must be on one side only.
+
+    `kind` is exact (the same prompt), group, near (questions that are near duplicates) or the name of a tag.
+    """
 
     kind: str
     key: str
@@ -31,33 +48,125 @@ class Leak:
         }
 
 
-def find_leaks(by_side: Mapping[Side, list[Row]], unique_by: str | None = None) -> dict[str, list[Leak]]:
-    """Kind -> leaks: 'exact' (same normalised prompt), 'group', and the tag `unique_by` when given.
+@dataclass(frozen=True)
+class SideFile:
+    """What is in the file of one side: the keys of its rows, and both digests."""
 
-    One leak is reported for each shared key and pair of sides, with one row of each side as the witness.
+    keys: pa.Table
+    rows: int
+    digest: str
+    sha256: str
+
+
+def read_side(path: Path) -> SideFile:
+    """Read the file of a side once. Raises UserError, naming the line, for what is no row."""
+    hasher, state, keys = SideHasher(), hashlib.sha256(), KeyColumns()
+    batches: list[pa.RecordBatch] = []
+    offset = 0
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", fix="delete the folder and build it again") from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            state.update(line)
+            try:
+                row = Row.from_dict(parse_line(line))
+                keys.add(row, offset, len(line.rstrip(b"\n")))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"not a row: {error}",
+                    where=f"{path}:{number}",
+                    fix="delete the folder and build it again",
+                ) from None
+            hasher.add(row)
+            offset += len(line)
+            if len(keys) == ROWS_A_BATCH:
+                batches.append(keys.take())
+    table = pa.Table.from_batches([*batches, keys.take()], KEYS)
+    return SideFile(table, hasher.n_rows, hasher.hexdigest(), state.hexdigest())
+
+
+def table_of(folder: Path, files: Mapping[Side, SideFile]) -> tuple[RowTable, SideCodes]:
+    """The rows of all sides as one table, and the side of each."""
+    table = RowTable.of_keys(
+        [files[side].keys for side in SIDES],
+        [folder / side_file(side) for side in SIDES],
+        [0] * len(SIDES),
+        [False] * len(SIDES),
+    )
+    counts = [files[side].rows for side in SIDES]
+    return table, np.repeat(np.arange(len(SIDES), dtype=np.int8), counts)
+
+
+def find_leaks(
+    table: RowTable,
+    side: SideCodes,
+    tags: Sequence[str] = (),
+    guard: GuardSection | None = None,
+    on_progress: Progress = lambda share: None,
+) -> dict[str, list[Leak]]:
+    """Kind -> leaks: 'exact' (same folded prompt), 'group', each of `tags`, and 'near' unless the guard leaves it out.
+
+    One leak is reported for each shared key and pair of sides, with one row of each side as the witness; of near
+    duplicates every verified pair that was found.
     """
-    kinds: dict[str, Callable[[Row], str | None]] = {
-        "exact": normalised_prompt,
-        "group": lambda row: row.group,
+    found = {
+        "exact": _shared(table, side, "exact", table.prompt.codes, None),
+        "group": _shared(table, side, "group", table.group.codes, table.group.values),
     }
-    if unique_by is not None:
-        kinds[unique_by] = lambda row: row.tags.get(unique_by)
-    return {kind: _shared(by_side, kind, key_of) for kind, key_of in kinds.items()}
-
-
-def _shared(by_side: Mapping[Side, list[Row]], kind: str, key_of: Callable[[Row], str | None]) -> list[Leak]:
-    witnesses: dict[str, dict[Side, str]] = defaultdict(dict)
-    for side in SIDES:
-        for row in by_side.get(side, []):
-            key = key_of(row)
-            if key is not None:
-                witnesses[key].setdefault(side, row.id)
-    leaks: list[Leak] = []
-    for key, sides in sorted(witnesses.items()):
-        present = list(sides)
-        leaks += [
-            Leak(kind, key, first, sides[first], second, sides[second])
-            for index, first in enumerate(present)
-            for second in present[index + 1 :]
+    for tag in tags:
+        found[tag] = _shared(table, side, tag, table.tag(tag).codes, table.tag(tag).values)
+    if guard is not None and guard.near_duplicates is not None:
+        rows = np.arange(len(table))
+        leaks = near_pairs(table, side, rows, guard.near_duplicates, on_progress).across(side)
+        found["near"] = [
+            _leak(table, side, "near", f"Jaccard {jaccard:.2f}", first, second)
+            for first, second, jaccard in zip(
+                leaks.first.tolist(), leaks.second.tolist(), leaks.jaccard.tolist(), strict=True
+            )
         ]
+    return found
+
+
+def _shared(table: RowTable, side: SideCodes, kind: str, codes: Codes, names: pa.Array | None) -> list[Leak]:
+    """Keys on two sides. Without names the key is the row's prompt, read from the file."""
+    held = np.flatnonzero(codes >= 0)
+    both = codes[held].astype(np.int64) * len(SIDES) + side[held]
+    present, at = np.unique(both, return_index=True)
+    keys, starts, n_sides = np.unique(present // len(SIDES), return_index=True, return_counts=True)
+    leaks: list[Leak] = []
+    for place in np.flatnonzero(n_sides > 1).tolist():
+        witnesses = held[at[starts[place] : starts[place] + n_sides[place]]].tolist()
+        name = str(names[int(keys[place])]) if names is not None else _prompt(table, witnesses[0])
+        leaks += [_leak(table, side, kind, name, one, other) for one, other in combinations(witnesses, 2)]
     return leaks
+
+
+def _prompt(table: RowTable, row: int) -> str:
+    return "\n".join(str(turn.get("content") or "") for turn in table.row(row).prompt)
+
+
+def _leak(table: RowTable, side: SideCodes, kind: str, key: str, first: int, second: int) -> Leak:
+    return Leak(
+        kind,
+        key,
+        SIDES[side[first]],
+        table.text("id", first),
+        SIDES[side[second]],
+        table.text("id", second),
+    )
+
+
+def count_ledger(path: Path) -> tuple[dict[str, int], int]:
+    """Reason -> number of rows that the ledger says were dropped, and the number of quarantined rows."""
+    dropped: Counter[str] = Counter()
+    quarantined = 0
+    with path.open("rb") as stream:
+        for line in stream:
+            entry = orjson.loads(line)
+            if entry["kind"] == "quarantined":
+                quarantined += 1
+            else:
+                dropped[entry["reason"]] += 1
+    return dict(sorted(dropped.items())), quarantined

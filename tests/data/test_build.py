@@ -20,6 +20,7 @@ from finetune.data.build import (
     open_build,
     split_digest,
 )
+from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.paths import read_json, read_jsonl, shipped_names, shipped_root
 
@@ -40,11 +41,14 @@ def test_the_folder_holds_what_the_manifest_says(build: Build) -> None:
     (entry,) = read_jsonl(made.folder / LEDGER)
     assert (entry["reason"], entry["source"]) == ("duplicate", "rows.jsonl:31")
     assert open_build(made.folder).by_side == made.by_side
+    for name, entry in manifest["files"].items():
+        path = made.folder / name
+        assert (path.stat().st_size, digest_file(path)) == (entry["bytes"], entry["sha256"])
 
 
 def test_the_same_inputs_find_the_same_build(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(ROWS)
-    monkeypatch.setattr(build_module, "_build_into", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(build_module, "make_build", lambda *_: pytest.fail("built again"))
     assert build(ROWS).folder == made.folder
 
 
@@ -72,23 +76,8 @@ def test_the_code_digest_follows_the_readers_and_not_what_comes_after(tmp_path: 
     assert before == build_module._code_digest()
     (package / "packing.py").write_text("# another way to pack\n")
     assert build_module._code_digest(package) == before
-    (package / "normalise.py").write_text("# another way to read\n")
+    (package / "read" / "turns.py").write_text("# another way to read\n")
     assert build_module._code_digest(package) != before
-
-
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupted_build_leaves_nothing(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
-) -> None:
-    def fail(*_: object) -> None:
-        raise fault
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "write_json", fail)  # the manifest is written last
-        with pytest.raises(type(fault)):
-            build(ROWS)
-    assert list((tmp_path / "builds").iterdir()) == []
-    assert len(build(ROWS).rows("train")) == 30
 
 
 def test_a_folder_left_by_a_killed_process_is_not_taken_for_a_build(build: Build) -> None:

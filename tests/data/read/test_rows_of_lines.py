@@ -198,7 +198,7 @@ def test_too_many_faulty_rows_fail_the_build_and_name_them(build: Build, tmp_pat
     assert "3 of 100 rows are faulty" in str(caught.value)
     assert "rows.jsonl:98" in str(caught.value)
     assert "max_reject_rate" in str(caught.value)
-    assert list((tmp_path / "builds").iterdir()) == []
+    assert list((tmp_path / "builds").glob("[!.]*")) == []
 
 
 def test_one_percent_of_faulty_rows_passes_by_default(build: Build) -> None:
@@ -222,9 +222,11 @@ def test_a_json_document_over_many_lines_is_named(build: Build) -> None:
         build(json.dumps([chat("q")], indent=2).encode())
 
 
-def test_a_missing_file_is_named_with_the_key(write_spec: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_its_place_in_the_spec(
+    write_spec: Callable[..., Path], tmp_path: Path
+) -> None:
     spec = write_spec([], source={"files": ["elsewhere.jsonl"]})
-    with pytest.raises(UserError, match=r"source\.files: no such file: .*elsewhere\.jsonl"):
+    with pytest.raises(UserError, match=r"mine\.yaml:1:\d+: no such file: .*elsewhere\.jsonl"):
         build_dataset(spec, tmp_path / "builds")
 
 

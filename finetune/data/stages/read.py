@@ -1,0 +1,180 @@
+"""The first stage: what a spec names is divided into pieces, and each piece is read into a part.
+
+A piece is a file, a range of one, or a source that makes its own rows. Its key covers everything that decides its part:
+the bytes of the file, the source section and the code. A part that is there under its key is never read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.data.read import Range, Reject, SourceFile, iter_rows, source_files, split_ranges
+from finetune.data.rows import Ledger, Progress
+from finetune.data.spec_source import FilesSource, HomeIntentsSource, Source
+from finetune.data.stages.parts import PartWriter, read_counts
+from finetune.data.stages.pinned import iter_pinned_rows, pinned_source
+from finetune.data.stages.runner import Runner
+from finetune.digest import digest_file, digest_json
+
+Where = Callable[[str], str]
+PIECE_BYTES = 16 << 20
+# Keys of a source that do not decide what a row is: a change of them reads nothing again.
+_UNREAD = frozenset({"files", "max_reject_rate", "weight"})
+_SMALL_BYTES_OF_OWN_ROWS = 1  # a source that makes its rows is small, whatever it costs
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One source of the spec with the files that it names. `pinned`: its rows are the regressions side."""
+
+    origin: int
+    source: Source
+    files: tuple[tuple[SourceFile, str], ...]  # with the SHA-256 of each
+    pinned: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """What decides its rows besides the spec: versions of packages, or the SHA-256 of every file."""
+        if isinstance(self.source, HomeIntentsSource):
+            from finetune.data import home_intents  # parses a grammar: only when asked for
+
+            return {"kind": self.source.kind, "packages": home_intents.source_versions()}
+        return {"kind": self.source.kind, "files": {file.name: digest for file, digest in self.files}}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read at one go, by a worker that knows nothing else."""
+
+    key: str
+    origin: int
+    source: Source
+    file: SourceFile | None
+    within: Range | None
+    seed: int
+    pinned: bool
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPart:
+    """A complete part and the piece it was read from."""
+
+    piece: Piece
+    folder: Path
+    counts: Mapping[str, Any]
+
+
+def gather_input(origin: int, source: Source, spec_folder: Path, where: Where) -> Input:
+    """Find and hash the files of a source; `where` gives the place of a key of the spec. Raises UserError for missing ones."""
+    if not isinstance(source, FilesSource):
+        return Input(origin, source, ())
+    files = source_files(source, spec_folder, where=where)
+    return Input(origin, source, tuple((file, digest_file(file.path)) for file in files))
+
+
+def gather_pinned(file: str, like: Source, spec_folder: Path, where: str) -> Input:
+    """The same for the file of pinned rows, which are read as the rows of the source `like`."""
+    source = pinned_source(file, like, spec_folder, where)
+    found = gather_input(-1, source, spec_folder, lambda key: where)
+    return replace(found, pinned=True)
+
+
+def pieces_of(given: Input, seed: int, code: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """The pieces of a source, in the order of its rows."""
+    section = given.source.model_dump(mode="json", exclude=set(_UNREAD))
+    if not given.files:
+        key = digest_json({"source": section, "seed": seed, "is": given.describe(), "code": code})[:24]
+        yield Piece(key, given.origin, given.source, None, None, seed, given.pinned, _SMALL_BYTES_OF_OWN_ROWS)
+        return
+    for file, digest in given.files:
+        for within in [None] if given.pinned else split_ranges(file, piece_bytes):
+            bounds = None if within is None else [within.start, within.stop]
+            decided_by = {
+                "source": section,
+                "pinned": given.pinned,
+                "name": file.name,
+                "file": digest,
+                "bytes": bounds,
+                "code": code,
+            }
+            n_bytes = file.size_bytes if within is None else within.stop - within.start
+            yield Piece(
+                digest_json(decided_by)[:24],
+                given.origin,
+                given.source,
+                file,
+                within,
+                seed,
+                given.pinned,
+                n_bytes,
+            )
+
+
+def read_pieces(
+    pieces: Sequence[Piece], folder: Path, runner: Runner, on_progress: Progress
+) -> list[ReadPart]:
+    """The part of every piece, in their order; those that are complete in `folder` are not read again."""
+    total = sum(piece.n_bytes for piece in pieces) or 1
+    missing = [piece for piece in pieces if not (folder / piece.key).is_dir()]
+    done = total - sum(piece.n_bytes for piece in missing)
+    tasks = [ReadTask(piece, folder, on_progress if len(pieces) == 1 else None) for piece in missing]
+    for index, _ in runner.map(read_piece, tasks, [piece.n_bytes for piece in missing]):
+        done += missing[index].n_bytes
+        on_progress(done / total)
+    return [ReadPart(piece, folder / piece.key, read_counts(folder / piece.key)) for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTask:
+    """A piece and the folder its part goes to. `on_progress` is for a piece that is read in this process."""
+
+    piece: Piece
+    folder: Path
+    on_progress: Progress | None = None
+
+
+def read_piece(task: ReadTask) -> str:
+    """Read one piece into a part; returns its key."""
+    piece = task.piece
+    with PartWriter(task.folder / piece.key) as part:
+        if piece.file is None:
+            _make_rows(piece, part, task.on_progress or _nobody)
+        else:
+            _read_file(piece, piece.file, part)
+    return piece.key
+
+
+def _read_file(piece: Piece, file: SourceFile, part: PartWriter) -> None:
+    assert isinstance(piece.source, FilesSource)
+    rows = (
+        iter_pinned_rows(file, piece.source, part.ignored_keys)
+        if piece.pinned
+        else iter_rows(file, piece.source, within=piece.within, ignored_keys=part.ignored_keys)
+    )
+    for found in rows:
+        part.read += 1
+        if isinstance(found, Reject):
+            entry = found.to_dict()
+            part.quarantine(entry.pop("reason"), entry)
+        else:
+            part.add(found)
+
+
+def _make_rows(piece: Piece, part: PartWriter, on_progress: Progress) -> None:
+    assert isinstance(piece.source, HomeIntentsSource)
+    from finetune.data import home_intents  # parses a grammar: only when asked for
+
+    ledger = Ledger()
+    for row in home_intents.sample_rows(piece.source, piece.seed, ledger, on_progress):
+        part.add(row)
+    part.read = ledger.read
+    for entry in ledger.entries:
+        given = {key: value for key, value in entry.items() if key not in ("reason", "kind")}
+        (part.drop if entry["kind"] == "dropped" else part.quarantine)(entry["reason"], given)
+
+
+def _nobody(share: float) -> None:
+    """Nobody is watching."""
