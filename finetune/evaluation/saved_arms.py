@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from finetune.errors import UserError, did_you_mean
 from finetune.evaluation.claims import Correction
 from finetune.evaluation.records import ArmSummary, Record, read_summary, records_path, summary_path
-from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.suite import Suite, load_suite, suite_stem
 from finetune.paths import read_jsonl, runs_root
 
 BASE = "base"
@@ -79,7 +79,7 @@ class RunAnswers:
     def suite_names(self) -> list[str]:
         """Suites with an answer of the tuned model, the recipe's order first."""
         evaluated = sorted(path.parent.name for path in (self.folder / "eval").glob(f"*/{TUNED}.jsonl"))
-        named = [Path(name).stem for name in self.recipe["eval"]["suites"]]
+        named = [suite_stem(name) for name in self.recipe["eval"]["suites"]]
         return [name for name in named if name in evaluated] + [
             name for name in evaluated if name not in named
         ]
@@ -97,7 +97,7 @@ class RunAnswers:
         return [load_suite(name) for name in names] if names else self._load(self.recipe["eval"]["suites"])
 
     def _load(self, names: Sequence[str]) -> list[Suite]:
-        named = {Path(name).stem: name for name in self.recipe["eval"]["suites"]}
+        named = {suite_stem(name): name for name in self.recipe["eval"]["suites"]}
         return [load_suite(named.get(name, name), relative_to=self.folder) for name in names]
 
     def tuned(self, suite: str) -> SavedArm:

@@ -98,7 +98,8 @@ def gather_inputs(
 
 def _missing_arms(suite: Suite, recipe: Recipe) -> list[Fault]:
     """A suite that claims an improvement needs every baseline; one that only guards is compared with what it has."""
-    if suite.role == "task" and "few_shot" in recipe.eval.baselines and suite.few_shot is None:
+    shows_its_own = suite.items.lm_eval is not None  # examples are part of such a task's prompts
+    if suite.role == "task" and not shows_its_own and "few_shot" in recipe.eval.baselines and suite.few_shot is None:
         return [
             Fault(
                 f"suite {suite.name} has no few_shot section, but eval.baselines asks for that arm",

@@ -90,7 +90,7 @@ class EvalSection(Section):
     """How the tuning is judged. Fixed before training; a recipe without a suite is refused."""
 
     suites: Annotated[list[str], Field(min_length=1)] = Field(
-        description="Suites: names under eval/ or paths; the first decides the verdict."
+        description="Suites: names under eval/, paths, or lm_eval:TASK; the first decides the verdict."
     )
     baselines: Annotated[list[BaselineArm], Field(min_length=1)] = Field(
         default_factory=_both_baselines,
