@@ -99,14 +99,15 @@ def tokenise_rows(
         counts[f"dropped_{reason}"] += 1
         dropped.append({"id": row.id, "index": index, "reason": reason, "tokens": len(whole.input_ids)})
     if long_rows == "error":
-        _refuse_long(dropped, max_tokens)
+        refuse_long(dropped, max_tokens)
     if not kept:
-        _refuse_empty(dropped, max_tokens)
+        refuse_empty(dropped, max_tokens)
     counts["kept"] = len(kept)
     return TokenisedSplit(kept, {name: counts[name] for name in _COUNTS}, dropped)
 
 
-def _refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+    """Raise UserError when rows were dropped for their length, with the longest and the first few."""
     too_long = [entry for entry in dropped if entry["reason"] == "too_long"]
     if not too_long:
         return
@@ -120,12 +121,19 @@ def _refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
     )
 
 
-def _refuse_empty(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+def refuse_empty(dropped: list[dict[str, Any]], max_tokens: int) -> None:
+    """Raise UserError: no row is left, and why each was dropped."""
     reasons = Counter(str(entry["reason"]) for entry in dropped)
     lengths = [entry["tokens"] for entry in dropped]
+    words = {
+        "too_long": f"are too long for data.max_tokens = {max_tokens}",
+        "no_target": "have no trained answer",
+        "identical": "have the same chosen and rejected answer",
+        "empty": "have an empty answer",
+    }
+    causes = [f"{reasons[reason]} {phrase}" for reason, phrase in words.items() if reasons[reason]]
     raise UserError(
-        f"no row is left: of {len(dropped)} rows, {reasons['too_long']} are too long for data.max_tokens = "
-        f"{max_tokens} and {reasons['no_target']} have no trained answer",
+        f"no row is left: of {len(dropped)} rows, {' and '.join(causes)}",
         where="data.max_tokens",
         why=f"the rows have {min(lengths)} to {max(lengths)} tokens",
         fix="raise data.max_tokens, or check that answers are not marked train: false",
