@@ -16,30 +16,34 @@ Unit = Literal["paragraph", "line", "file"]
 def read_text(file: SourceFile, unit: Unit) -> Iterator[Record | Reject]:
     """Records {"text": …}: paragraphs are parted by blank lines, and a row does not hold the line end after it."""
     gathered: list[TextLine] = []
+    broken: BreakOffError | None = None
     try:
         for line in file_lines(file):
-            blank = not line[2].strip()
+            blank = line[2].isspace()
             if unit == "file" or not blank:
                 gathered.append(line)
-            if gathered and (unit == "line" or (unit == "paragraph" and blank)):
-                yield _row(file, gathered)
+            if unit == "line" or (unit == "paragraph" and blank):
+                yield from _row(file, gathered)
                 gathered = []
-    except BreakOffError as broken:
-        if gathered:
-            yield _row(file, gathered)
+    except BreakOffError as error:
+        broken = error
+    yield from _row(file, gathered)
+    if broken is not None:
         yield reject(file.name, broken.line, broken.byte, broken, "")
+
+
+def _row(file: SourceFile, lines: list[TextLine]) -> Iterator[Record | Reject]:
+    """The row of some lines, or none when there is only white space in them."""
+    if not lines:
         return
-    if any(line[2].strip() for line in gathered):
-        yield _row(file, gathered)
-
-
-def _row(file: SourceFile, lines: list[TextLine]) -> Record | Reject:
     number, byte, _ = lines[0]
     raw = b"".join([content for _, _, content in lines])
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        reason = f"the bytes are not valid {file.nature.encoding} ({error.reason}); source.encoding says what they are"
-        return reject(file.name, number, byte, reason, raw)
-    whole = text.removesuffix("\n").removesuffix("\r")
-    return Record(number, byte, whole, {"text": whole})
+        why = f"{error.reason}; source.encoding says what they are"
+        yield reject(file.name, number, byte, f"the bytes are not valid {file.nature.encoding}: {why}", raw)
+        return
+    if text.strip():
+        whole = text.removesuffix("\n").removesuffix("\r")
+        yield Record(number, byte, whole, {"text": whole})

@@ -38,7 +38,7 @@ def read_parquet(file: SourceFile, within: Range | None = None) -> Iterator[Reco
         for group in range(chosen.start, chosen.stop):
             after = number + table.metadata.row_group(group).num_rows
             batches = table.iter_batches(BATCH_ROWS, row_groups=[group])
-            yield from _read_batches(file, batches, number)
+            yield from _read_batches(file, table.schema_arrow, batches, number)
             number = after
 
 
@@ -73,27 +73,42 @@ def read_arrow(file: SourceFile) -> Iterator[Record | Reject]:
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         else:
             batches = iter(reader)
-        yield from _read_batches(file, batches, 1)
+        yield from _read_batches(file, reader.schema, batches, 1)
 
 
-def _read_batches(file: SourceFile, batches: Iterator[Any], number: int) -> Iterator[Record | Reject]:
+def _read_batches(
+    file: SourceFile, schema: Any, batches: Iterator[Any], number: int
+) -> Iterator[Record | Reject]:
     """Records of batches that begin with row `number`; what cannot be read becomes one Reject with the rows' place."""
-    converters: dict[str, Convert | None] | None = None
+    converters = _converters(schema, file)
     while True:
         try:
             batch = next(batches, None)
+            if batch is not None:
+                batch.validate(full=True)  # a damaged offset would be followed out of the buffer
         except _DAMAGE as error:
             yield reject(file.name, number, None, f"the file is damaged from row {number} on: {error}", "")
             return
         if batch is None:
             return
-        if converters is None:
-            converters = {name: converter(batch.schema.field(name).type) for name in batch.schema.names}
         for start in range(0, batch.num_rows, BATCH_ROWS):
             part = batch.slice(start, BATCH_ROWS)
             for line, given in enumerate(_values(part), start=number):
                 yield _record(file.name, line, given, converters)
             number += part.num_rows
+
+
+def _converters(schema: Any, file: SourceFile) -> dict[str, Convert | None]:
+    """Column -> how its values are changed. Raises UserError for names that are damaged or not unique."""
+    try:
+        made = {field.name: converter(field.type) for field in schema}
+    except _DAMAGE as error:
+        raise _unreadable(file, error) from None
+    if len(made) != len(schema):
+        raise UserError(
+            f"two columns of {file.path} have one name", fix="give every column a name of its own"
+        )
+    return made
 
 
 def _values(batch: Any) -> list[Any]:
