@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.output import JsonFlag, emit, note
+from finetune.cli.prices import InputPriceOption, OutputPriceOption, PerHourOption, priced
 
 app = typer.Typer(
     name="eval",
@@ -24,7 +25,8 @@ BaselineOption = Annotated[
     ),
 ]
 SuiteOption = Annotated[
-    list[str] | None, typer.Option("--suite", help="Suite by name or path; default: those of the run.")
+    list[str] | None,
+    typer.Option("--suite", help="Suite by name or path, or lm_eval:TASK; default: those of the run."),
 ]
 InnerFlag = Annotated[
     bool, typer.Option("--inner", help="Compare the items that both sides have; the others are left out.")
@@ -68,6 +70,9 @@ def run(
     server_key: Annotated[
         str | None, typer.Option(help="With --server: environment variable that holds the API key.")
     ] = None,
+    price_per_hour: PerHourOption = None,
+    input_price: InputPriceOption = None,
+    output_price: OutputPriceOption = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Evaluate a finished run against a baseline, item by item. Saved answers are reused. The exit code is the verdict."""
@@ -89,19 +94,30 @@ def run(
     finished = FinishedRun.open(folder, batch_size=batch_size, served=served, say=note)
     chosen = finished.answers.recipe_suites(suites)
     floor = measure_noise(finished, chosen) if noise else []
-    results = compare_run(finished, chosen, baseline=baseline, inner=inner)
-    comparison = combine(results) | ({"noise": floor} if noise else {})
+    prices = priced(finished.context.inputs.recipe.eval.prices, price_per_hour, input_price, output_price)
+    results = compare_run(finished, chosen, baseline=baseline, inner=inner, prices=prices)
+    comparison = combine(results, finished.answers.correction) | ({"noise": floor} if noise else {})
     path = folder / "eval" / f"comparison-{_slug(baseline, suites, server)}.json"
     write_json(path, comparison)
+    _renew_report(folder)
     lines = noise_lines(floor) + [line for result in results for line in comparison_lines(result)]
     verdict = f"verdict: {comparison['verdict']} (written to {path})"
     emit({**comparison, "path": str(path)}, "\n".join([*lines, verdict]), as_json=as_json)
     return int(comparison["exit_code"])
 
 
+def _renew_report(folder: Path) -> None:
+    """The page shows what is in the folder: written again after a command has added to it."""
+    from finetune.report.page import write_report
+
+    write_report(folder)
+
+
 def _slug(baseline: str, suites: list[str] | None, server: str | None) -> str:
     """Part of a file name that tells comparisons of one run apart."""
-    parts = [Path(baseline).name.removesuffix(".jsonl"), *(Path(name).stem for name in suites or [])]
+    from finetune.evaluation.suite import suite_stem
+
+    parts = [Path(baseline).name.removesuffix(".jsonl"), *(suite_stem(name) for name in suites or [])]
     return "-".join([*parts, "server"] if server is not None else parts)
 
 
@@ -113,21 +129,32 @@ def compare(
         str | None, typer.Option(help="Suite by name or path; default: the one B was evaluated on.")
     ] = None,
     inner: InnerFlag = False,
+    price_per_hour: PerHourOption = None,
+    input_price: InputPriceOption = None,
+    output_price: OutputPriceOption = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Compare two sets of saved answers, item by item. Nothing is generated. The exit code is the verdict."""
     from finetune.errors import UserError
     from finetune.evaluation.compare import compare_saved
+    from finetune.evaluation.cost import Spent
     from finetune.evaluation.saved_arms import find_arm
     from finetune.evaluation.screen import comparison_lines
-    from finetune.evaluation.suite import load_suite
+    from finetune.evaluation.suite import load_suite, suite_stem
+    from finetune.recipe.schema import PricesSection
 
-    name = Path(suite).stem if suite is not None else None
+    name = suite_stem(suite) if suite is not None else None
     arms = find_arm(first, name), find_arm(second, name)
     summary = arms[1].summary()
     if suite is None and summary is None:
         raise UserError(f"{arms[1].path} does not say which suite it answers", fix="add --suite")
-    result = compare_saved(load_suite(suite or summary.suite), *arms, inner=inner)  # type: ignore[union-attr]
+    prices = priced(PricesSection(), price_per_hour, input_price, output_price)
+    result = compare_saved(
+        load_suite(suite or summary.suite),  # type: ignore[union-attr]
+        *arms,
+        inner=inner,
+        spent=Spent(prices),
+    )
     emit(result, "\n".join(comparison_lines(result)), as_json=as_json)
     return int(result["exit_code"])
 
@@ -164,6 +191,7 @@ def gate(
             answers.tuned(suite.name),
             inner=inner,
             slices=False,
+            costs=False,
         )
         for suite in answers.load_suites(suites)
     ]
@@ -188,22 +216,35 @@ def score(
     as_json: JsonFlag = False,
 ) -> None:
     """Score saved answers again, with the suite as it is now or with more scorers. Nothing is generated."""
+    from finetune.evaluation.claims import combine
     from finetune.evaluation.compare import compare_records
-    from finetune.evaluation.rescore import parse_scorer, rescore_arm, with_scorers
+    from finetune.evaluation.rescore import fits, parse_scorer, rescore_arm, with_scorers
+    from finetune.evaluation.reviewed import read_reviewed
     from finetune.evaluation.saved_arms import RunAnswers
     from finetune.evaluation.screen import comparison_lines
+    from finetune.paths import write_json
 
     answers = RunAnswers.open(folder)
     added = [parse_scorer(text) for text in scorers or []]
-    chosen = answers.load_suites(suites)
+    every = answers.load_suites(suites)
+    fitting = [suite for suite in every if all(fits(suite, one) for one in added)]
+    chosen = every if suites or not fitting else fitting  # where none fits, the first one says why
     wider = [with_scorers(suite, added) for suite in chosen]
     for suite in chosen:
         for saved in answers.saved(suite.name):
             rescore_arm(suite, saved, added)
     results = [
-        compare_records(suite, answers.base(suite).records(), answers.tuned(suite.name).records())
+        compare_records(
+            suite,
+            answers.base(suite).records(),
+            answers.tuned(suite.name).records(),
+            reviewed=read_reviewed(folder, suite.name),
+        )
         for suite in wider
     ]
+    if added:
+        write_json(folder / "eval" / "comparison-scored.json", combine(results, answers.correction))
+    _renew_report(folder)
     lines = [line for result in results for line in comparison_lines(result)]
     emit({"suites": results}, "\n".join(lines), as_json=as_json)
 
@@ -217,30 +258,27 @@ def pin(
     as_json: JsonFlag = False,
 ) -> None:
     """Pin the items that a run got right: later runs must keep them right."""
-    from finetune.evaluation.pin import pin_items
+    from finetune.evaluation.pin import pin_suites
     from finetune.evaluation.saved_arms import RunAnswers
     from finetune.evaluation.suite_data import load_suite_data
 
     answers = RunAnswers.open(folder)
-    pinned = [
-        pin_items(
-            suite,
-            load_suite_data(suite).items,
-            answers.tuned(suite.name).records(),
-            folder=to,
-            limit=limit,
-        )
+    jobs = [
+        (suite, load_suite_data(suite).items, answers.tuned(suite.name).records())
         for suite in answers.load_suites(suites)
     ]
+    pinned, left_out = pin_suites(jobs, folder=to, limit=limit)
     lines = [
         f"{one.path}: {one.added} added, {one.total} pinned; evaluate them with --suite {one.suite_path}"
         for one in pinned
     ]
+    lines += [f"left out: {error.faults[0].where}: {error.faults[0].what}" for error in left_out]
     payload = [
         {"path": str(one.path), "added": one.added, "total": one.total, "suite": str(one.suite_path)}
         for one in pinned
     ]
-    emit({"pinned": payload}, "\n".join(lines), as_json=as_json)
+    skipped = [{"suite": error.faults[0].where, "why": error.faults[0].what} for error in left_out]
+    emit({"pinned": payload, "left_out": skipped}, "\n".join(lines), as_json=as_json)
 
 
 @app.command()
@@ -281,6 +319,7 @@ def judge(
     )
     arms = find_baseline(baseline, answers, chosen).records(), answers.tuned(chosen.name).records()
     found = judge_run(judging, chosen, *arms, run_folder=folder)
+    _renew_report(folder)
     emit(found, "\n".join(judge_lines(found)), as_json=as_json)
     return int(found["exit_code"])
 

@@ -84,9 +84,10 @@ def compare_folders(
     slices: bool = True,
     spent: Spent | None = None,
 ) -> dict[str, Any]:
-    """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs and notes."""
+    """Compare two saved arms; refuses arms of another suite, other items or another template. Adds costs (with
+    slices) and notes."""
     before, after = SavedArm(baseline_folder, baseline_arm), SavedArm(arm_folder, arm)
-    return compare_saved(suite, before, after, slices=slices, spent=spent)
+    return compare_saved(suite, before, after, slices=slices, costs=slices, spent=spent)
 
 
 def compare_saved(
@@ -96,11 +97,12 @@ def compare_saved(
     *,
     inner: bool = False,
     slices: bool = True,
+    costs: bool = True,
     spent: Spent | None = None,
 ) -> dict[str, Any]:
     """Compare two saved arms. Where both were evaluated here, arms of another suite, other items or another template are
-    refused, and costs and notes are added; records from elsewhere must at least answer the same items. spent: prices,
-    and how long the tuning took."""
+    refused, and costs (unless `costs` is False) and notes are added; records from elsewhere must at least answer the
+    same items. spent: prices, and how long the tuning took."""
     before, after = baseline.summary(), arm.summary()
     if before is not None and after is not None:
         refuse_unfair(suite, before, after, inner=inner)
@@ -110,8 +112,9 @@ def compare_saved(
     stopped = next((one.stopped for one in (after, before) if one is not None and one.stopped), None)
     result = compare_records(suite, *records, inner=inner, slices=slices, reviewed=reviewed, stopped=stopped)
     if before is not None and after is not None:
-        pairs = _pairs(suite, *records, inner=inner)
-        result["cost"] = cost_of(before, after, *pairs, confidence=suite.confidence, spent=spent or Spent())
+        if costs:
+            pairs = _pairs(suite, *records, inner=inner)
+            result["cost"] = cost_of(before, after, *pairs, confidence=suite.confidence, spent=spent)
         result |= fairness(before, after)
     result["adapter_sha256"] = after.adapter_sha256 if after is not None else None
     return result

@@ -32,15 +32,23 @@ def pin_items(
     """Add the items whose primary score is 1, in each of their answers, to `<folder>/<suite>.jsonl`, and write a suite over them beside it.
 
     Items that are pinned already stay as they are (never unpinned here: that is an edit for a person). limit: add at
-    most so many. Raises UserError when nothing is right.
+    most so many. Raises UserError when nothing is right, and for suites whose items have no right answer of their own.
     """
+    if suite.task not in ("generate", "choice"):
+        raise UserError(
+            f"suites with task: {suite.task} have no items that could be pinned",
+            where=suite.name,
+            fix="evaluate such a suite as a whole: its role can be regression or forgetting",
+        )
     by_id = {item.id: item for item in items}
     right = [
         record["item"] for record in per_item(records) if record["scores"].get(suite.primary_metric) == 1.0
     ]
     if not right:
         raise UserError(
-            f"no item has {suite.primary_metric} = 1, so there is nothing to pin", where=suite.name
+            f"no item has {suite.primary_metric} = 1, so there is nothing to pin",
+            where=suite.name,
+            fix="pin a run that gets some items right, or another suite of this run with --suite",
         )
     unknown = [item for item in right if item not in by_id]
     if unknown:
@@ -57,6 +65,21 @@ def pin_items(
     if not suite_path.is_file():
         write_atomic(suite_path, _suite_text(suite, path.name))
     return Pinned(path, len(added), len(pinned) + len(added), suite_path)
+
+
+def pin_suites(
+    jobs: Sequence[tuple[Suite, Sequence[Item], Sequence[Record]]], *, folder: Path, limit: int | None = None
+) -> tuple[list[Pinned], list[UserError]]:
+    """`pin_items` for every suite of a run, and why a suite was left out. Raises UserError when all of them were."""
+    pinned, left_out = [], []
+    for suite, items, records in jobs:
+        try:
+            pinned.append(pin_items(suite, items, records, folder=folder, limit=limit))
+        except UserError as error:
+            left_out.append(error)
+    if not pinned:
+        raise UserError([fault for error in left_out for fault in error.faults])
+    return pinned, left_out
 
 
 def _line(item: Item) -> dict[str, Any]:

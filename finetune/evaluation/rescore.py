@@ -11,6 +11,7 @@ from ruamel.yaml.error import YAMLError
 from finetune.errors import UserError
 from finetune.evaluation.records import ArmSummary, write_arm
 from finetune.evaluation.saved_arms import SavedArm
+from finetune.evaluation.scorers.registry import find_scorer
 from finetune.evaluation.scoring import rescored
 from finetune.evaluation.suite import ScorerSection, Suite
 
@@ -36,12 +37,24 @@ def parse_scorer(text: str) -> ScorerSection:
 
 
 def with_scorers(suite: Suite, added: Sequence[ScorerSection]) -> Suite:
-    """The suite with more metrics; a metric of the same name is replaced."""
+    """The suite with more metrics; a metric of the same name is replaced. Raises UserError for a scorer of other tasks."""
+    unfit = [one.scorer for one in added if not fits(suite, one)]
+    if unfit:
+        raise UserError(
+            f"'{unfit[0]}' scores suites with task: {find_scorer(unfit[0]).task}, and {suite.name} has task: {suite.task}",
+            where="--scorer",
+            fix="name the suites that it fits with --suite",
+        )
     names = {one.name for one in added}
     kept = [one for one in suite.scoring if one.name not in names]
     changed = suite.model_copy(update={"scorers": [*kept, *added]})
     changed.score_functions()  # unknown scorers and parameters, a judge's included, are found before a file is touched
     return changed
+
+
+def fits(suite: Suite, scorer: ScorerSection) -> bool:
+    """Whether a scorer can score this suite's answers."""
+    return find_scorer(scorer.scorer, where="--scorer").task == suite.task
 
 
 def rescore_arm(suite: Suite, saved: SavedArm, added: Sequence[ScorerSection] = ()) -> ArmSummary:

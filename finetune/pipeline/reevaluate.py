@@ -12,11 +12,13 @@ from typing import Any
 
 from finetune.digest import digest_json
 from finetune.errors import UserError
-from finetune.evaluation.canary import adapter_sha256, canary_differs, refuse_same_answers
+from finetune.evaluation.canary import adapter_sha256, refuse_same_answers
 from finetune.evaluation.compare import compare_saved
+from finetune.evaluation.cost import Spent
 from finetune.evaluation.noise import flip_rate, with_other_seed
 from finetune.evaluation.power import plan_suite
-from finetune.evaluation.prompts import Arm, build_prompts
+from finetune.evaluation.prompts import Arm
+from finetune.evaluation.records import repeat_of
 from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
 from finetune.evaluation.server import ServerModel
@@ -26,9 +28,8 @@ from finetune.model.load import load_model, load_tokenizer
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.inputs import gather_inputs
 from finetune.pipeline.manifest import RunManifest
-from finetune.pipeline.stages import RunContext, load_tuned
-
-_CANARY_PROMPTS = 2
+from finetune.pipeline.stages import RunContext, load_proven
+from finetune.recipe.schema import PricesSection
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,18 @@ class FinishedRun:
         return load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
 
     def answer(
-        self, data: SuiteData, saved: SavedArm, *, batch_size: int | None = None, shared: bool = True
+        self,
+        data: SuiteData,
+        saved: SavedArm,
+        *,
+        batch_size: int | None = None,
+        shared: bool = True,
+        baseline: SavedArm | None = None,
     ) -> SavedArm:
         """Make sure that an arm of this run is answered in full; generates only what is missing.
 
-        shared: untuned answers come from the store of all runs, and go there.
+        shared: untuned answers come from the store of all runs, and go there. baseline: what the arm is compared with;
+        where the suite may stop early, no more is asked than that needs.
         """
         tuned = saved.arm == "tuned"
         key, arm = self._key(tuned=tuned), _arm(saved.arm)
@@ -95,7 +103,8 @@ class FinishedRun:
         else:
             adapter = self._adapter_sha256() if tuned else None
             model = self._model(data) if tuned else self._base()
-            job.evaluate(model, saved.folder, batch_size=size, adapter_sha256=adapter)
+            against = baseline.records() if baseline is not None else None
+            job.evaluate(model, saved.folder, batch_size=size, adapter_sha256=adapter, baseline=against)
         return saved
 
     def _key(self, *, tuned: bool) -> str:
@@ -115,12 +124,7 @@ class FinishedRun:
         if self.served is not None:
             return self.served.tuned
         if "tuned" not in self._loaded:
-            model, _ = load_tuned(self.context)
-            if self.context.inputs.recipe.adapter.kind != "none":
-                prompts = build_prompts(
-                    data.suite, data.items[:_CANARY_PROMPTS], self.context.tokenizer, arm="tuned"
-                )
-                canary_differs(model, [prompt.ids for prompt in prompts])
+            model, _ = load_proven(self.context, data)
             self._loaded = {"tuned": model}
         return self._loaded["tuned"]
 
@@ -136,9 +140,15 @@ class FinishedRun:
 
 
 def compare_run(
-    run: FinishedRun, suites: Sequence[Suite], *, baseline: str = BASE, inner: bool = False
+    run: FinishedRun,
+    suites: Sequence[Suite],
+    *,
+    baseline: str = BASE,
+    inner: bool = False,
+    prices: PricesSection | None = None,
 ) -> list[dict[str, Any]]:
-    """One comparison a suite, of the run's tuned model against the baseline; missing answers are generated."""
+    """One comparison a suite, of the run's tuned model against the baseline; missing answers are generated. prices: in
+    place of the recipe's."""
     every = [run.data_of(suite) for suite in suites]
     arms = {data.suite.name: find_baseline(baseline, run.answers, data.suite) for data in every}
     if baseline == BASE:  # all answers of one model first, so that two models are never in memory together
@@ -148,12 +158,26 @@ def compare_run(
                 for line in plan_suite(data.suite, [arms[data.suite.name].records()]).lines():
                     run.context.say(line)
     for data in every:
-        tuned = run.answer(data, run.answers.tuned(data.suite.name))
+        own = (
+            arms[data.suite.name] if baseline == BASE else None
+        )  # another run's may itself have stopped early
+        tuned = run.answer(data, run.answers.tuned(data.suite.name), baseline=own)
         if run.served is not None and baseline == BASE:
-            answers = [saved.records() for saved in (arms[data.suite.name], tuned)]
-            refuse_same_answers(*([record["output"] for record in records] for records in answers))
+            answers = tuned.records()
+            before = {(one["item"], repeat_of(one)): one["output"] for one in arms[data.suite.name].records()}
+            refuse_same_answers(
+                [before[one["item"], repeat_of(one)] for one in answers], [one["output"] for one in answers]
+            )
+    declared = run.context.inputs.recipe.eval.prices
+    spent = Spent(prices or declared, run.context.manifest.stages["train"].get("seconds"))
     return [
-        compare_saved(data.suite, arms[data.suite.name], run.answers.tuned(data.suite.name), inner=inner)
+        compare_saved(
+            data.suite,
+            arms[data.suite.name],
+            run.answers.tuned(data.suite.name),
+            inner=inner,
+            spent=spent,
+        )
         for data in every
     ]
 

@@ -13,12 +13,12 @@ from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedSplit, tokenise_rows
 from finetune.digest import digest_bytes, digest_json
-from finetune.evaluation.canary import adapter_sha256, canary_differs
+from finetune.evaluation.canary import adapter_sha256, canary_differs, canary_logits
 from finetune.evaluation.claims import combine
 from finetune.evaluation.compare import compare_folders
 from finetune.evaluation.cost import Spent
 from finetune.evaluation.prompts import Arm, build_prompts
-from finetune.evaluation.records import records_path, summary_path
+from finetune.evaluation.records import read_records, records_path, summary_path
 from finetune.evaluation.run import evaluate_arm, prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
@@ -264,12 +264,15 @@ def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             "suite": data.suite.digest,
             "items": data.digest,
         }
+        against = data.suite.baseline_arms([recipe.eval.against])[0]
+        if data.suite.stop_early is not None:  # then the baseline's answers decide how far this arm goes
+            depends_on |= {
+                "against": against,
+                "baseline": context.manifest.output_digest(f"baseline {data.suite.name}"),
+            }
 
-        def work(outputs: list[Path], data: SuiteData = data) -> None:
-            model, adapter_digest = load_tuned(context)
-            prompts = build_prompts(data.suite, data.items[:_CANARY_PROMPTS], context.tokenizer, arm="tuned")
-            if recipe.adapter.kind != "none":
-                canary_differs(model, [prompt.ids for prompt in prompts])
+        def work(outputs: list[Path], data: SuiteData = data, against: str = against) -> None:
+            model, adapter_digest = load_proven(context, data)
             target = context.folder / "eval" / data.suite.name
             evaluate_arm(
                 model,
@@ -281,6 +284,7 @@ def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
                 out_folder=target,
                 key=digest_json({"trained": trained, "dtype": recipe.eval.dtype}),
                 adapter_sha256=adapter_digest,
+                baseline=read_records(context.folder / "baseline" / data.suite.name, against),
             )
             outputs += [target / "tuned.jsonl", target / "tuned.summary.json"]
 
@@ -288,6 +292,25 @@ def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
         context.stage(
             f"evaluate {name}", depends_on, work, f"evaluate: {name}, {len(data.items)} items, tuned"
         )
+
+
+def load_proven(context: RunContext, data: SuiteData) -> tuple[Any, str]:
+    """`load_tuned`, after a proof that the model is a tuned one: canary prompts give other logits than with the base.
+
+    An adapter is switched off for that; for a fully tuned model the base is loaded first, and is gone before the other comes.
+    """
+    recipe = context.inputs.recipe
+    prompts = build_prompts(data.suite, data.items[:_CANARY_PROMPTS], context.tokenizer, arm="tuned")
+    canaries = [prompt.ids for prompt in prompts]
+    base_logits = None
+    if recipe.adapter.kind == "none":
+        base = load_model(context.inputs.source, dtype=recipe.eval.dtype, attention="sdpa")
+        base_logits = canary_logits(base, canaries)
+        del base
+        release_memory()
+    model, digest = load_tuned(context)
+    canary_differs(model, canaries, base_logits=base_logits)
+    return model, digest
 
 
 def load_tuned(context: RunContext) -> tuple[Any, str]:
@@ -337,7 +360,9 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
             result = compare_folders(data.suite, baseline, against, tuned, spent=spent)
             for arm in data.suite.baseline_arms(recipe.eval.baselines):
                 if arm != against:
-                    result["comparisons"] += compare_folders(data.suite, baseline, arm, tuned)["comparisons"]
+                    result["comparisons"] += compare_folders(data.suite, baseline, arm, tuned, slices=False)[
+                        "comparisons"
+                    ]
             results.append(result)
         write_json(path, combine(results, recipe.eval.correction))
         outputs.append(path)

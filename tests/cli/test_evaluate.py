@@ -67,12 +67,14 @@ def make_suite(folder: Path, name: str = "task", role: str = "task", n: int = 60
     return load_suite(folder / f"{name}.yaml")
 
 
-def save_answers(folder: Path, suite: Suite, arm: str, right: Sequence[bool]) -> None:
+def save_answers(
+    folder: Path, suite: Suite, arm: str, right: Sequence[bool], *, output: str | None = None
+) -> None:
     items = load_suite_data(suite).items
     records = [
         {
             "item": item.id, "arm": arm, "cluster": item.cluster, "source": item.source, "tags": item.tags,
-            "prompt": "p", "reference": item.reference, "output": item.reference if good else "no",
+            "prompt": "p", "reference": item.reference, "output": output or (item.reference if good else "no"),
             "prompt_tokens": 5, "output_tokens": 3, "finish_reason": "stop", "latency_seconds": 0.1, "scores": {},
         }
         for item, good in zip(items, right, strict=True)
@@ -308,6 +310,86 @@ def test_nothing_right_is_nothing_to_pin(make_run: Any, suite: Suite, tmp_path: 
     with pytest.raises(UserError, match="nothing to pin"):
         call("pin", run, "--to", tmp_path / "regressions")
     assert not (tmp_path / "regressions").exists()
+
+
+TEXTS = """\
+suite: 1
+name: texts
+role: forgetting
+task: text
+items: {jsonl: texts.jsonl}
+scorers: [nll_per_token]
+primary_metric: nll_per_token
+margin: 0.1
+"""
+
+
+@pytest.fixture
+def with_texts(make_run: Any, suite: Suite, guard: Suite, tmp_path: Path) -> Path:
+    """A run on three suites: a task, a guard that nothing got right, and one of texts."""
+    write_jsonl(tmp_path / "eval" / "texts.jsonl", [{"id": f"t{n}", "reference": "words"} for n in range(60)])
+    (tmp_path / "eval" / "texts.yaml").write_text(TEXTS)
+    texts = load_suite(tmp_path / "eval" / "texts.yaml")
+    measured = {
+        "log_likelihood": -9.0, "tokens": 3, "bytes": 5, "mean_tokens": 3.0, "mean_bytes": 5.0,
+    }  # fmt: skip
+    run: Path = make_run("many", {"task": (NONE, MOST), "guard": (NONE, NONE)}, [suite, guard])
+    recipe = run / "recipe.resolved.yaml"
+    recipe.write_text(recipe.read_text().replace("guard.yaml", f"guard.yaml, {texts.path}"))
+    for folder, arm in (("baseline", "zero_shot"), ("eval", "tuned")):
+        save_answers(run / folder / "texts", texts, arm, ALL, output=json.dumps(measured))
+    return run
+
+
+def test_pin_takes_what_a_run_on_several_suites_got_right(with_texts: Path, tmp_path: Path) -> None:
+    result = call("pin", with_texts, "--to", tmp_path / "regressions", "--json")
+    found = json.loads(result.stdout)
+    assert [one["added"] for one in found["pinned"]] == [54]
+    assert {one["suite"]: one["why"] for one in found["left_out"]} == {
+        "guard": "no item has exact_match = 1, so there is nothing to pin",
+        "texts": "suites with task: text have no items that could be pinned",
+    }
+    assert "left out: texts" in call("pin", with_texts, "--to", tmp_path / "regressions").stdout
+    with pytest.raises(UserError, match="have no items that could be pinned"):
+        call("pin", with_texts, "--suite", tmp_path / "eval" / "texts.yaml")
+
+
+def test_score_adds_a_scorer_to_the_suites_that_it_fits(with_texts: Path, tmp_path: Path) -> None:
+    found = json.loads(call("score", with_texts, "--scorer", "regex:{pattern: no}", "--json").stdout)
+    assert [one["suite"] for one in found["suites"]] == ["task", "guard"]
+    saved = read_json(with_texts / "eval" / "comparison-scored.json")
+    assert saved["primary_metrics"] == {"task": "exact_match", "guard": "exact_match"}
+    assert (with_texts / "report.html").is_file()
+    with pytest.raises(
+        UserError, match="'regex' scores suites with task: generate, and texts has task: text"
+    ):
+        call(
+            "score",
+            with_texts,
+            "--scorer",
+            "regex:{pattern: no}",
+            "--suite",
+            tmp_path / "eval" / "texts.yaml",
+        )
+
+
+def test_the_gate_holds_every_suite_of_a_run(with_texts: Path) -> None:
+    answer = json.loads(call("gate", with_texts, "--json").stdout)
+    assert {row["suite"]: row["outcome"] for row in answer["suites"]} == {
+        "task": "pass", "guard": "pass", "texts": "pass",
+    }  # fmt: skip
+
+
+def test_prices_on_the_command_line_price_a_query(make_run: Any, suite: Suite) -> None:
+    run = make_run("run", {"task": (NONE, ALL)}, [suite])
+    base = run / "baseline" / "task" / "zero_shot.jsonl"
+    compared = ["compare", base, run, "--suite", suite.path]
+    cost = json.loads(call(*compared, "--input-price", "2", "--output-price", "10", "--json").stdout)["cost"]
+    assert cost["arm"]["price_per_query"] == pytest.approx((5 * 2 + 3 * 10) / 1e6)
+    assert "a query" in call(*compared, "--price-per-hour", "2").stdout
+    assert "a query" not in call(*compared).stdout
+    with pytest.raises(UserError, match="contradict each other"):
+        call(*compared, "--price-per-hour", "2", "--input-price", "1")
 
 
 def test_an_unknown_baseline_is_a_user_error(make_run: Any, suite: Suite) -> None:
