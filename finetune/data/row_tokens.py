@@ -74,16 +74,40 @@ def encode(text: str, tokenizer: Any) -> list[int]:
 def tokenise_with(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn) -> TokenisedRow:
     """Tokens and labels of one row, `closing` being `closing_of(tokenizer)`.
 
-    Raises UserError, naming the row, when its answers have no provable place in the text or in the tokens.
+    Of running text every token is a target but the first, and so is the EOS put after it; rows of tokens are taken as
+    they are. Raises UserError, naming the row, when its answers have no provable place in the text or in the tokens, and
+    for pairs, judged answers and steps, of which an answer may be one that is not wanted.
     """
     try:
-        rendered = locate_answers(
-            row.messages, tokenizer, closing, tools=row.tools, last_only=train_on == "last"
-        )
-        ids, labels = _label(rendered, tokenizer)
+        ids, labels = _tokens_of(row, tokenizer, closing, train_on)
     except UserError as error:
         raise UserError([_naming(row, fault) for fault in error.faults]) from error
     return TokenisedRow(row.id, ids, labels, sum(label != IGNORED for label in labels))
+
+
+def _tokens_of(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn) -> tuple[list[int], list[int]]:
+    if row.kind == "chat":
+        rendered = locate_answers(
+            row.messages, tokenizer, closing, tools=row.tools, last_only=train_on == "last"
+        )
+        return _label(rendered, tokenizer)
+    if row.kind == "text":
+        ids = list(tokenizer(row.text)["input_ids"])
+        if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+            ids.append(tokenizer.eos_token_id)
+        return ids, _first_ignored(ids)
+    if row.kind == "tokens":
+        return list(row.input_ids), _first_ignored(list(row.labels))
+    raise UserError(
+        f"a row of kind {row.kind} is not learnt answer by answer",
+        why="it holds answers that are not wanted, and all would be trained alike",
+        fix="train on it with a preference method, or keep the wanted answers as chat rows",
+    )
+
+
+def _first_ignored(labels: list[int]) -> list[int]:
+    """Nothing comes before the first token, in a row or at the start of a packed document, so it is predicted by none."""
+    return [IGNORED, *labels[1:]] if labels else labels
 
 
 def _naming(row: Row, fault: Fault) -> Fault:
@@ -105,9 +129,7 @@ def _label(rendered: RenderedRow, tokenizer: Any) -> tuple[list[int], list[int]]
     labels = [IGNORED] * len(ids)
     for first, last in places:
         labels[first:last] = ids[first:last]
-    if labels:
-        labels[0] = IGNORED  # nothing comes before it, in a row or at the start of a packed document
-    return ids, labels
+    return ids, _first_ignored(labels)
 
 
 def _places(

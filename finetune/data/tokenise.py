@@ -7,7 +7,7 @@ The model's own chat template decides the text (`chat_spans`), which is then tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from finetune.data.row_tokens import (
     tokenise_with,
 )
 from finetune.data.rows import Row
+from finetune.data.split_rows import split_row
 from finetune.errors import UserError
 
 __all__ = [
@@ -36,8 +37,17 @@ __all__ = [
     "tokenise_rows",
 ]
 
-LongRows = Literal["error", "drop", "truncate_prompt"]
-_COUNTS = ("read", "kept", "dropped_too_long", "truncated", "dropped_no_target")
+LongRows = Literal["error", "drop", "truncate_prompt", "split"]
+_COUNTS = (
+    "read",
+    "kept",
+    "dropped_too_long",
+    "truncated",
+    "split",
+    "parts",
+    "lost_targets",
+    "dropped_no_target",
+)
 _ROWS_SHOWN = 5
 
 
@@ -45,7 +55,9 @@ _ROWS_SHOWN = 5
 class TokenisedSplit:
     """Rows that fit, and an account of those that did not: read = kept + dropped_too_long + dropped_no_target.
 
-    `counts["truncated"]` are kept rows whose prompt was cut. `dropped` holds {"id", "index", "reason", "tokens"}.
+    `counts["truncated"]` are kept rows whose prompt was cut. `counts["split"]` are kept rows that became
+    `counts["parts"]` of `rows`; `counts["lost_targets"]` are the tokens of their answers that fit into no part.
+    `dropped` holds {"id", "index", "reason", "tokens"}.
     """
 
     rows: list[TokenisedRow]
@@ -74,6 +86,8 @@ def tokenise_rows(
 
     error: refuse, listing them. drop: leave them out. truncate_prompt: leave out the oldest turns first, then the
     middle of the longest turn that is left, keeping the system turn; a row whose answer alone does not fit is dropped.
+    split: part a conversation between exchanges, a text anywhere (see `split_rows`); where only the last answer is
+    trained, that is truncate_prompt.
     Rows without any target are dropped. All are counted. Raises UserError when rows went in and none came out.
     """
     if not rows:
@@ -88,12 +102,12 @@ def tokenise_rows(
     dropped: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         whole = tokenise(row)
-        fitting: TokenisedRow | None = whole
+        fitting = [whole] if whole.n_targets else []
         if whole.n_targets and len(whole.input_ids) > max_tokens:
-            fitting = shorten(row, max_tokens, tokenise) if long_rows == "truncate_prompt" else None
-            counts["truncated"] += fitting is not None
-        if fitting is not None and fitting.n_targets:
-            kept.append(fitting)
+            fitting = _make_fit(row, whole, max_tokens, long_rows, train_on, tokenise, counts)
+        if fitting:
+            kept += fitting
+            counts["kept"] += 1
             continue
         reason = "too_long" if whole.n_targets else "no_target"
         counts[f"dropped_{reason}"] += 1
@@ -102,8 +116,29 @@ def tokenise_rows(
         refuse_long(dropped, max_tokens)
     if not kept:
         refuse_empty(dropped, max_tokens)
-    counts["kept"] = len(kept)
     return TokenisedSplit(kept, {name: counts[name] for name in _COUNTS}, dropped)
+
+
+def _make_fit(
+    row: Row,
+    whole: TokenisedRow,
+    max_tokens: int,
+    long_rows: LongRows,
+    train_on: TrainOn,
+    tokenise: Callable[[Row], TokenisedRow],
+    counts: Counter[str],
+) -> list[TokenisedRow]:
+    """What the policy makes of a row that is too long; empty when it is to be dropped."""
+    if long_rows == "split" and (train_on == "all" or row.kind != "chat"):
+        parts = split_row(row, max_tokens, tokenise)
+        if parts:
+            counts["split"] += 1
+            counts["parts"] += len(parts)
+            counts["lost_targets"] += whole.n_targets - sum(part.n_targets for part in parts)
+        return parts
+    shorter = shorten(row, max_tokens, tokenise) if long_rows in ("truncate_prompt", "split") else None
+    counts["truncated"] += shorter is not None
+    return [shorter] if shorter is not None else []
 
 
 def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
@@ -117,7 +152,7 @@ def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
         f"{len(too_long)} rows are longer than data.max_tokens = {max_tokens}; the longest has {longest} tokens",
         where="data.max_tokens",
         why=f"first: {listed}",
-        fix=f"set data.max_tokens to {longest}, or data.long_rows to drop or truncate_prompt",
+        fix=f"set data.max_tokens to {longest}, or data.long_rows to drop, truncate_prompt or split",
     )
 
 

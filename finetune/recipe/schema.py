@@ -24,7 +24,7 @@ class DataSection(Section):
 
     spec: str = Field(description="Dataset spec: a name under data/ or a path.")
     max_tokens: Count = Field(1024, description="Longest row after the chat template, in tokens.")
-    long_rows: Literal["error", "drop", "truncate_prompt"] = Field(
+    long_rows: Literal["error", "drop", "truncate_prompt", "split"] = Field(
         "error", description="What happens to a longer row; an answer is never cut."
     )
     train_on: Literal["all", "last"] = Field("all", description="Assistant turns that carry loss.")
