@@ -74,11 +74,12 @@ def closing_of(tokenizer: Any) -> Closing:
     """How the chat template ends an assistant turn, found by rendering one.
 
     Raises UserError when it ends with no special token (a model trained so would never learn to stop), or when the
-    template has no generation prompt (the model could not be asked to answer).
+    template has no generation prompt although answers have a header (the model could not be asked to answer). Where the
+    question itself ends with what asks, as "[/INST]" does, no generation prompt is needed.
     """
     question = {"role": "user", "content": "q"}
     text = render([question, {"role": "assistant", "content": _PROBE}], tokenizer)
-    _, found, tail = text.rpartition(_PROBE)
+    head, found, tail = text.rpartition(_PROBE)
     end_of_turn = _first_special(tail, tokenizer)
     if not found or end_of_turn is None:
         raise UserError(
@@ -87,7 +88,9 @@ def closing_of(tokenizer: Any) -> Closing:
             why="a model trained with it would never learn to stop",
             fix="add the end-of-turn token to the template after the assistant's content",
         )
-    if render([question], tokenizer) == render([question], tokenizer, generation_prompt=True):
+    asked = render([question], tokenizer)
+    has_header = not head.startswith(asked) or bool(head[len(asked) :].strip())
+    if has_header and asked == render([question], tokenizer, generation_prompt=True):
         raise UserError(
             "the chat template has no generation prompt",
             where="chat template",
