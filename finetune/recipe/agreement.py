@@ -5,6 +5,7 @@ from __future__ import annotations
 from finetune.recipe.adapter_section import LOW_RANK, VIRTUAL_TOKENS, AdapterSection
 from finetune.recipe.constraints import refused
 from finetune.recipe.model_section import ModelSection
+from finetune.recipe.preference_section import PREFERENCE_METHODS, REFERENCE_METHODS
 from finetune.recipe.train_section import TrainSection
 
 
@@ -56,4 +57,41 @@ def _check_quantized(model: ModelSection, adapter: AdapterSection) -> None:
             "adapter.init",
             "loftq starts from the error of 4-bit weights, and the weights are not in 4 bits",
             fix="set model.quantize: nf4, or use another init",
+        )
+
+
+def check_preference_agrees(adapter: AdapterSection, train: TrainSection, long_rows: str) -> None:
+    """Raise where a preference method cannot be with what another section asks for."""
+    if train.method not in PREFERENCE_METHODS:
+        return
+    if adapter.dropout or train.model_dropout:
+        key = "adapter.dropout" if adapter.dropout else "train.model_dropout"
+        raise refused(
+            key,
+            f"{train.method} compares log-probabilities"
+            + (" with those of a reference without dropout" if train.method in REFERENCE_METHODS else "")
+            + "; dropout would change both answers at random",
+            fix=f"set {key}: 0",
+        )
+    if adapter.kind in VIRTUAL_TOKENS:
+        raise refused(
+            "adapter.kind",
+            f"the virtual tokens of {adapter.kind} stand before one row; a pair holds two answers",
+            fix="use adapter.kind: lora",
+        )
+    if adapter.kind == "none" and train.preference.reference == "base":
+        raise refused(
+            "train.preference.reference",
+            "without an adapter there is no base that could be told from the trained weights",
+            fix="set reference: start, which is the same here",
+        )
+    if not train.loss.is_plain or train.loss.neftune_alpha:
+        raise refused(
+            "train.loss", f"it is the loss of sft; {train.method} has its own", fix="leave out train.loss"
+        )
+    if long_rows == "split":
+        raise refused(
+            "data.long_rows",
+            f"rows of {train.method} have one prompt and cannot be split",
+            fix="use truncate_prompt or drop",
         )

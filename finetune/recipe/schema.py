@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from finetune.recipe.adapter_section import AdapterSection
-from finetune.recipe.agreement import check_sections_agree
+from finetune.recipe.agreement import check_preference_agrees, check_sections_agree
 from finetune.recipe.constraints import refused
 from finetune.recipe.model_section import ModelSection
 from finetune.recipe.section import Count, Section, Share
@@ -27,7 +27,9 @@ class DataSection(Section):
     long_rows: Literal["error", "drop", "truncate_prompt", "split"] = Field(
         "error", description="What happens to a longer row; an answer is never cut."
     )
-    train_on: Literal["all", "last"] = Field("all", description="Assistant turns that carry loss.")
+    train_on: Literal["all", "last", "each"] = Field(
+        "all", description="Assistant turns that carry loss; `each`: all, every one in a row of its own."
+    )
     max_train_rows: Count | None = Field(None, description="Use only the first rows of the seeded order.")
     max_validation_rows: Count | None = Field(None, description="Validation rows used for the loss curve.")
 
@@ -144,6 +146,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         check_sections_agree(self.model, self.adapter, self.train)
+        check_preference_agrees(self.adapter, self.train, self.data.long_rows)
         return self
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe.constraints import refused
+from finetune.recipe.preference_section import Method, PreferenceSection, check_preference
 from finetune.recipe.section import Count, Section, Share
 
 OptimizerName = Literal[
@@ -98,8 +99,13 @@ class BatchRampSection(Section):
 class TrainSection(Section):
     """The optimization."""
 
-    method: Literal["sft"] = Field("sft", description="Training method.")
+    method: Method = Field(
+        "sft",
+        description="`sft`: learn the answers. From pairs: `dpo`, `orpo`, `cpo`, `simpo`, and `reward` (a model that scores). From "
+        "answers that are wanted or not: `kto`.",
+    )
     loss: LossSection = Field(default_factory=LossSection)
+    preference: PreferenceSection = Field(default_factory=PreferenceSection)
     epochs: Annotated[float, Field(gt=0)] = Field(2.0, description="Passes over the train rows.")
     max_steps: Count | None = Field(
         None, description="Stop after this many optimizer steps, whatever `epochs` says."
@@ -186,6 +192,7 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _sound(self) -> TrainSection:
+        check_preference(self.method, self.preference, self.gradient_accumulation_steps)
         if self.optimizer in SCHEDULE_FREE and self.schedule != "constant":
             raise refused(
                 "schedule",
