@@ -77,8 +77,10 @@ class FakeServer(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.faults: list[tuple[int, bytes]] = []
         self.headers: dict[str, str] = {}
+        self.slow = 0  # how many requests get no answer in time
         self.model: Any = None  # gives the likelihoods of echoed prompts
         self.lock = threading.Lock()
+        self.released = threading.Event()
 
     @property
     def url(self) -> str:
@@ -94,6 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.asked.append(body)
             self.server.keys.append(self.headers.get("Authorization"))
             status, answer = self.server.faults.pop(0) if self.server.faults else (200, b"")
+            waits, self.server.slow = self.server.slow > 0, self.server.slow - 1
+        if waits:
+            self.server.released.wait(timeout=30.0)
+            return
         if status == 200 and not answer and body.get("echo") and self.server.model is not None:
             answer = json.dumps(_echo(self.server.model, body["prompt"])).encode()
         if status == 200 and not answer:
@@ -131,4 +137,5 @@ def server() -> Iterator[FakeServer]:
         thread = threading.Thread(target=fake.serve_forever, daemon=True)
         thread.start()
         yield fake
+        fake.released.set()
         fake.shutdown()

@@ -20,7 +20,7 @@ from finetune.evaluation.suite_data import load_suite_data
 @pytest.fixture
 def evaluate(server: Any, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path) -> Any:
     def call(**changes: Any) -> Any:
-        model = ServerModel(server.url, "mine", wait_seconds=0.0, timeout_seconds=5.0, **changes)
+        model = ServerModel(server.url, "mine", **{"wait_seconds": 0.0, "timeout_seconds": 5.0, **changes})
         options: dict[str, Any] = {
             "arm": "zero_shot",
             "batch_size": 3,
@@ -111,6 +111,18 @@ def test_an_item_too_long_for_the_server_is_named(evaluate: Any, server: Any, sa
     with pytest.raises(UserError, match="item item-") as caught:
         evaluate()
     assert "longer context" in str(caught.value)
+
+
+def test_a_slow_server_is_asked_again(evaluate: Any, server: Any) -> None:
+    server.slow = 2
+    assert evaluate(timeout_seconds=0.3).n == 10
+    assert len(server.asked) == 12
+
+
+def test_a_server_that_never_answers_is_given_up(evaluate: Any, server: Any) -> None:
+    server.slow = 100
+    with pytest.raises(UserError, match="gave no usable answer: timed out"):
+        evaluate(timeout_seconds=0.1, tries=2)
 
 
 def test_a_busy_server_says_how_long_to_wait(
