@@ -33,6 +33,12 @@ InnerFlag = Annotated[
 ]
 
 
+class Serve(StrEnum):
+    """Servers that can be started for a run."""
+
+    vllm = "vllm"
+
+
 class Require(StrEnum):
     """What the gate asks of a task suite."""
 
@@ -70,6 +76,18 @@ def run(
     server_key: Annotated[
         str | None, typer.Option(help="With --server: environment variable that holds the API key.")
     ] = None,
+    serve: Annotated[
+        Serve | None, typer.Option(help="Start this server for base and tuned model, and end it afterwards.")
+    ] = None,
+    serve_arguments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--serve-argument", help="With --serve: one more argument, e.g. --tensor-parallel-size=2."
+        ),
+    ] = None,
+    serve_timeout: Annotated[
+        float, typer.Option(min=1.0, help="With --serve: seconds until it must be ready.")
+    ] = 900.0,
     price_per_hour: PerHourOption = None,
     input_price: InputPriceOption = None,
     output_price: OutputPriceOption = None,
@@ -82,22 +100,26 @@ def run(
     from finetune.evaluation.claims import combine
     from finetune.evaluation.screen import comparison_lines, noise_lines
     from finetune.paths import write_json
-    from finetune.pipeline.reevaluate import FinishedRun, ServedModels, compare_run, measure_noise
+    from finetune.pipeline.reevaluate import FinishedRun, compare_run, measure_noise
+    from finetune.pipeline.served import serving
 
-    served = None
-    if server is not None:
-        from finetune.evaluation.server import ServerModel
-
-        served = ServedModels(
-            *(ServerModel(server, name, server_key) for name in (server_base, server_tuned))
-        )
-    finished = FinishedRun.open(folder, batch_size=batch_size, served=served, say=note)
-    chosen = finished.answers.recipe_suites(suites)
-    floor = measure_noise(finished, chosen) if noise else []
-    prices = priced(finished.context.inputs.recipe.eval.prices, price_per_hour, input_price, output_price)
-    results = compare_run(finished, chosen, baseline=baseline, inner=inner, prices=prices)
+    serve_by = serving(
+        folder,
+        server=server,
+        names=(server_base, server_tuned),
+        key_variable=server_key,
+        start=serve.value if serve is not None else None,
+        arguments=serve_arguments or [],
+        timeout_seconds=serve_timeout,
+        say=note,
+    )
+    with FinishedRun.open(folder, batch_size=batch_size, serve=serve_by, say=note) as finished:
+        chosen = finished.answers.recipe_suites(suites)
+        floor = measure_noise(finished, chosen) if noise else []
+        prices = priced(finished.context.inputs.recipe.eval.prices, price_per_hour, input_price, output_price)
+        results = compare_run(finished, chosen, baseline=baseline, inner=inner, prices=prices)
     comparison = combine(results, finished.answers.correction) | ({"noise": floor} if noise else {})
-    path = folder / "eval" / f"comparison-{_slug(baseline, suites, server)}.json"
+    path = folder / "eval" / f"comparison-{_slug(baseline, suites, serve_by is not None)}.json"
     write_json(path, comparison)
     _renew_report(folder)
     lines = noise_lines(floor) + [line for result in results for line in comparison_lines(result)]
@@ -113,12 +135,12 @@ def _renew_report(folder: Path) -> None:
     write_report(folder)
 
 
-def _slug(baseline: str, suites: list[str] | None, server: str | None) -> str:
+def _slug(baseline: str, suites: list[str] | None, served: bool) -> str:
     """Part of a file name that tells comparisons of one run apart."""
     from finetune.evaluation.suite import suite_stem
 
     parts = [Path(baseline).name.removesuffix(".jsonl"), *(suite_stem(name) for name in suites or [])]
-    return "-".join([*parts, "server"] if server is not None else parts)
+    return "-".join([*parts, "server"] if served else parts)
 
 
 @app.command()

@@ -21,25 +21,15 @@ from finetune.evaluation.prompts import Arm
 from finetune.evaluation.records import repeat_of
 from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
-from finetune.evaluation.server import ServerModel
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
 from finetune.model.load import load_model, load_tokenizer
 from finetune.pipeline.baseline_store import fetch_baseline
-from finetune.pipeline.inputs import gather_inputs
+from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import RunManifest
+from finetune.pipeline.served import SERVED_FOLDER, Served
 from finetune.pipeline.stages import RunContext, load_proven
 from finetune.recipe.schema import PricesSection
-
-
-@dataclass(frozen=True)
-class ServedModels:
-    """Base and tuned model of a run behind one server; both arms are answered by the same backend, or by none."""
-
-    base: ServerModel
-    tuned: ServerModel
-
-    FOLDER = "server"
 
 
 @dataclass
@@ -49,7 +39,7 @@ class FinishedRun:
     context: RunContext
     answers: RunAnswers
     batch_size: int
-    served: ServedModels | None = None
+    served: Served | None = None
     _loaded: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -58,17 +48,27 @@ class FinishedRun:
         folder: Path,
         *,
         batch_size: int | None = None,
-        served: ServedModels | None = None,
+        serve: Callable[[RunInputs], Served] | None = None,
         say: Callable[[str], None],
     ) -> FinishedRun:
-        """Raises UserError when `folder` is no run folder, or its training is not complete."""
-        answers = RunAnswers.open(folder, backend=ServedModels.FOLDER if served else "")
+        """serve: lets a server answer instead of models loaded here. Raises UserError when `folder` is no run folder, or
+        its training is not complete."""
+        answers = RunAnswers.open(folder, backend=SERVED_FOLDER if serve else "")
         inputs = gather_inputs(str(folder / "recipe.resolved.yaml"))
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
         context = RunContext(inputs, manifest, say, load_tokenizer(inputs.source))
+        served = serve(inputs) if serve is not None else None
         return cls(context, answers, batch_size or inputs.recipe.eval.batch_size, served)
+
+    def __enter__(self) -> FinishedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends a server that was started for this run."""
+        if self.served is not None:
+            self.served.close()
 
     def data_of(self, suite: Suite) -> SuiteData:
         inputs = self.context.inputs
@@ -111,7 +111,7 @@ class FinishedRun:
         """The keys of `finetune run`, so that its answers are found; for a server, its models' names besides."""
         dtype: str = self.context.inputs.recipe.eval.dtype
         if self.served is not None:
-            dtype = f"server {self.served.tuned.name if tuned else self.served.base.name}"
+            dtype = self.served.key(tuned=tuned)
         if tuned:
             return digest_json({"trained": self.context.manifest.output_digest("train"), "dtype": dtype})
         return digest_json({"model": self.context.inputs.source.digest, "dtype": dtype})
