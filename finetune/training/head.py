@@ -44,29 +44,43 @@ def add_target_head(model: nn.Module) -> None:
     """Let `model(..., labels=labels, target_head=True)` return a `TargetOutput`; without the flag nothing changes.
 
     `model` is the causal language model under any adapter. It goes through `forward` so that wrappers (DDP, FSDP)
-    keep working. Labels [B, T] are unshifted: position t is the target of position t - 1.
+    keep working. Labels [B, T] are unshifted: position t is the target of position t - 1. In place of labels, `sources`
+    [M] may say from which place of the flattened batch each of `targets` [M] is predicted.
     """
     original_forward = model.forward
 
     @functools.wraps(type(model).forward)
     def forward(
-        self: Any, *args: Any, target_head: bool = False, labels: Tensor | None = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        target_head: bool = False,
+        labels: Tensor | None = None,
+        sources: Tensor | None = None,
+        targets: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if not target_head:
             return original_forward(*args, **({"labels": labels} if labels is not None else {}), **kwargs)
-        assert labels is not None
         hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state
-        next_labels = labels[:, 1:]
-        is_target = next_labels != IGNORED
+        if sources is not None:
+            hidden = hidden.flatten(0, 1)[sources]
+        else:
+            assert labels is not None
+            is_target = labels[:, 1:] != IGNORED
+            hidden, targets = hidden[:, :-1][is_target], labels[:, 1:][is_target]
+        assert targets is not None
         head = self.get_output_embeddings()
-        nll = target_nll(hidden[:, :-1][is_target], head.weight, head.bias, next_labels[is_target])
-        return TargetOutput(nll=nll)
+        return TargetOutput(nll=target_nll(hidden, head.weight, head.bias, targets))
 
     model.forward = types.MethodType(forward, model)
 
 
 def full_logits_nll(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The same losses [M] from the model's own logits: the reference, and the way for bent logits."""
+    if "sources" in inputs:
+        rest = {k: v for k, v in inputs.items() if k not in ("sources", "targets")}
+        logits = model(**rest, use_cache=False).logits.flatten(0, 1)[inputs["sources"]]
+        return torch.nn.functional.cross_entropy(logits.float(), inputs["targets"], reduction="none")
     labels = inputs["labels"][:, 1:]
     logits = model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits[:, :-1]
     is_target = labels != IGNORED
