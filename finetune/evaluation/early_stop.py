@@ -20,8 +20,8 @@ from finetune.evaluation.pairing import examples, pair_records
 from finetune.evaluation.records import Record
 from finetune.evaluation.scoring import clusters_of, score_records, scores_of
 from finetune.evaluation.suite import StopEarlySection, Suite
-from finetune.stats.compare import EXIT_CODES, decide
-from finetune.stats.noninferiority import noninferiority
+from finetune.stats.compare import EXIT_CODES, Verdict, decide
+from finetune.stats.noninferiority import Outcome, noninferiority
 from finetune.stats.sequential import SequentialComparison, sequential_compare
 
 
@@ -65,8 +65,8 @@ class Look:
     """What the pairs seen so far say. `ends`: no further item is needed."""
 
     comparison: SequentialComparison
-    verdict: str
-    noninferiority: str
+    verdict: Verdict
+    noninferiority: Outcome
     ends: bool
 
 

@@ -229,7 +229,7 @@ def _answer_all(
         started = time.perf_counter()
         for block in blocks:
             todo = [ask for ask in block if ask.key not in answers.by_key]
-            for completion in answering.answers(todo):
+            for completion in answering.answers(todo) if todo else ():
                 ask = todo[completion.index]
                 answers.seconds = known.seconds + time.perf_counter() - started
                 answers.by_key[ask.key] = _record(job, ask, _answer(completion))

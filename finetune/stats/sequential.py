@@ -24,7 +24,7 @@ from finetune.stats.distributions import FloatArray
 from finetune.stats.validate import checked_confidence, checked_scores, is_bounded
 
 _SCANNED = 100  # differences tried on either side of the estimate; the ends are then bisected
-_BISECTIONS = 40
+_BISECTIONS = 30
 _MOST_NODES = (
     2048  # of the mixture; exact up to twice as many clusters, a mixture of stakes all the same beyond
 )
@@ -132,7 +132,7 @@ def sequential_compare(
     sums, sizes = _cluster_sums(second - first, clusters)
     bound = max(float(sizes.max()), float(largest_cluster or 1))
     estimate = float(sums.sum() / sizes.sum())
-    log_e = log_betting_value(sums, sizes, 0.0, bound)
+    log_e = float(log_betting_value(sums, sizes, 0.0, bound))
     low, high = (_end(sums, sizes, bound, estimate, side, -math.log1p(-confidence)) for side in (-1.0, 1.0))
     e_value = math.exp(min(log_e, 700.0))
     return SequentialComparison(
@@ -159,43 +159,57 @@ def _cluster_sums(
     return np.bincount(codes, weights=differences).astype(np.float64), np.bincount(codes).astype(np.float64)
 
 
-def log_betting_value(sums: FloatArray, sizes: FloatArray, difference: float, bound: float) -> float:
+def log_betting_value(sums: FloatArray, sizes: FloatArray, difference: Any, bound: float) -> Any:
     """log of the mixture over λ of Π (1 + λ y) with y = (sum - size · difference) / bound for each cluster.
 
     If `difference` is the true one, every y has mean 0 and lies within [-1 - difference, 1 - difference], so each factor
     is nonnegative with mean 1 for λ from -1/(1 - difference) to 1/(1 + difference). λ is mixed over that range with
     Beta(1/2, 1/2). The product is a polynomial in λ of as many degrees as there are clusters, which Chebyshev's nodes
     integrate against this mixture without error (up to 4,095 clusters; beyond, the nodes themselves are the mixture).
+    sums, sizes: shape [units]; difference: a number within (-1, 1) or an array [...] of them, and so is the answer.
     """
     pairs, counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
-    y = (pairs[0] - pairs[1] * difference) / bound
-    n_nodes = min(len(sums) // 2 + 1, _MOST_NODES)
-    share = 0.5 + 0.5 * np.cos((2.0 * np.arange(1, n_nodes + 1) - 1.0) * math.pi / (2.0 * n_nodes))
+    return _log_mixture(pairs, counts, _nodes(len(sums)), np.asarray(difference, dtype=np.float64), bound)[()]
+
+
+def _nodes(units: int) -> FloatArray:
+    """Chebyshev's nodes on (0, 1), enough to integrate a polynomial of degree `units` against Beta(1/2, 1/2)."""
+    n_nodes = min(units // 2 + 1, _MOST_NODES)
+    return np.asarray(0.5 + 0.5 * np.cos((2.0 * np.arange(1, n_nodes + 1) - 1.0) * math.pi / (2.0 * n_nodes)))
+
+
+def _log_mixture(
+    pairs: FloatArray, counts: Any, nodes: FloatArray, difference: FloatArray, bound: float
+) -> FloatArray:
+    """`log_betting_value` from the distinct (sum, size) of clusters, [2, kinds], and how often each occurs."""
     lowest, highest = -1.0 / (1.0 - difference), 1.0 / (1.0 + difference)
-    stakes = lowest + share * (highest - lowest)  # [nodes]
-    logs = np.zeros(n_nodes)
-    for value, count in zip(y, counts, strict=True):
-        logs += count * np.log1p(np.maximum(stakes * value, -1.0 + 1e-300))
-    peak = logs.max()
-    return float(peak + np.log(np.exp(logs - peak).mean()))
+    stakes = lowest[..., None] + nodes * (highest - lowest)[..., None]  # [..., nodes]
+    logs = np.zeros_like(stakes)
+    for value, size, count in zip(*pairs, counts, strict=True):
+        y = (value - size * difference) / bound
+        logs += count * np.log1p(np.maximum(stakes * y[..., None], -1.0 + 1e-300))
+    peak = logs.max(axis=-1)
+    return np.asarray(peak + np.log(np.exp(logs - peak[..., None]).mean(axis=-1)))
 
 
 def _end(
     sums: FloatArray, sizes: FloatArray, bound: float, estimate: float, side: float, enough: float
 ) -> float:
     """The outermost difference on one side of the estimate that is not refuted; at the estimate itself no bet can win."""
-
-    def refuted(difference: float) -> bool:
-        return log_betting_value(sums, sizes, difference, bound) >= enough
-
     if estimate == side:
         return side
+    pairs, counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
+    nodes = _nodes(len(sums))
+
+    def refuted(difference: Any) -> Any:
+        return _log_mixture(pairs, counts, nodes, np.asarray(difference), bound) >= enough
+
     tried = estimate + (side - estimate) * np.arange(1, _SCANNED) / _SCANNED
-    kept = [place for place, difference in enumerate(tried) if not refuted(float(difference))]
-    if kept and kept[-1] == len(tried) - 1:
+    kept = np.flatnonzero(~refuted(tried))
+    if kept.size and kept[-1] == len(tried) - 1:
         return side
-    inner = float(tried[kept[-1]]) if kept else estimate
-    outer = float(tried[kept[-1] + 1]) if kept else float(tried[0])
+    inner = float(tried[kept[-1]]) if kept.size else estimate
+    outer = float(tried[kept[-1] + 1]) if kept.size else float(tried[0])
     for _ in range(_BISECTIONS):
         middle = 0.5 * (inner + outer)
         inner, outer = (inner, middle) if refuted(middle) else (middle, outer)
