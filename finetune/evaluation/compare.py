@@ -19,7 +19,8 @@ from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.scoring import both_scored, clusters_of, scores_of
 from finetune.evaluation.slicing import slice_comparisons
 from finetune.evaluation.suite import Suite
-from finetune.stats import compare
+from finetune.stats import Comparison, compare
+from finetune.stats.compare import EXIT_CODES
 
 # Of an arm that stopped early, as its summary says it: {answered, of, largest_cluster}.
 Stopped = Mapping[str, int] | None
@@ -189,7 +190,21 @@ def _compare_metric(
             "off_format": compare_formats(left, right, metric),
             "exit_code": int(result.exit_code),
         }
+        | (_guarded(result) if suite.role != "task" else {})
     )
+
+
+def _guarded(result: Comparison) -> dict[str, Any]:
+    """The verdict of a suite that guards: a loss is a regression only when one of the declared margin cannot be excluded."""
+    outcome, verdict = result.noninferiority, result.verdict
+    if outcome != "pass":
+        verdict = "regressed" if outcome == "regressed" else "inconclusive"
+    elif verdict != "improved":
+        verdict = "no-evidence"
+    notes = list(result.notes)
+    if result.verdict == "regressed" and outcome == "pass":
+        notes.append("a loss is shown, but one as large as the margin is excluded")
+    return {"verdict": verdict, "exit_code": int(EXIT_CODES[verdict]), "notes": notes}
 
 
 def _noise(

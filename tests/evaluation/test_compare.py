@@ -136,6 +136,25 @@ def test_a_guarding_suite_that_regressed_decides(suite: Suite) -> None:
     assert combine([gained])["verdict"] == "improved"
 
 
+def test_a_guarding_suite_forgives_a_loss_within_its_margin(suite: Suite) -> None:
+    guard = suite.model_copy(update={"name": "guard", "role": "regression", "margin": 0.2})
+    before = _records("few_shot", [1.0] * 200)
+    lost = compare_records(guard, before, _records("tuned", [0.0] * 10 + [1.0] * 190))
+    one = lost["comparisons"][0]
+    assert one["high"] < 0.0 and one["noninferiority"] == "pass"  # a loss is shown, and bounded
+    assert (lost["verdict"], lost["exit_code"]) == ("no-evidence", ExitCode.NO_EVIDENCE)
+    assert "one as large as the margin is excluded" in one["notes"][-1]
+    gained = compare_records(suite, _records("few_shot", [0.0] * 50), _records("tuned", [1.0] * 50))
+    assert combine([gained, lost])["verdict"] == "improved"
+    more = compare_records(guard, before, _records("tuned", [0.0] * 60 + [1.0] * 140))
+    assert combine([gained, more])["verdict"] == "regressed"
+    few = compare_records(guard, before[:9], _records("tuned", [0.0] + [1.0] * 8))
+    assert few["verdict"] == "inconclusive"
+    assert (
+        compare_records(suite, before, _records("tuned", [0.0] * 10 + [1.0] * 190))["verdict"] == "regressed"
+    )
+
+
 @pytest.fixture
 def run_arm(lively_model: Any, tiny_tokenizer: Any, items: list[Item], tmp_path: Path) -> Any:
     def call(suite: Suite, arm: str, asked: list[Item] = items) -> ArmSummary:
