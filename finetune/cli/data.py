@@ -1,4 +1,4 @@
-"""`finetune data build | show | check`: make a dataset build, look at its tokens, prove that nothing leaks."""
+"""`finetune data inspect | build | show | check`: look at files, build them, look at tokens, prove that nothing leaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from finetune.cli.data_inspect import inspect
 from finetune.cli.output import JsonFlag, emit
+from finetune.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from finetune.data.build import DatasetBuild
-    from finetune.data.rows import Progress, Row, Side
+    from finetune.data.rows import Row, Side
     from finetune.data.tokenise import TokenisedRow, TrainOn
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+app.command()(inspect)
 
 _SPEC_HELP = "A dataset spec: a file, or a shipped name such as home_intents."
 _BUILD_HELP = "The folder of a dataset build; a spec or a shipped name is built first."
@@ -98,7 +102,7 @@ def check(
     from finetune.errors import ExitCode, UserError
 
     found = _open_or_build(source, builds)
-    with _progress_bar("checking rows") as on_progress:
+    with progress_bar("checking rows") as on_progress:
         result = check_build(found, on_progress)
     if not result.passed and not as_json:
         raise UserError(result.faults())
@@ -111,7 +115,7 @@ def _build(spec: str, builds: Path | None) -> DatasetBuild:
     from finetune.data.build import build_dataset, default_builds_root
     from finetune.paths import find_declarative
 
-    with _progress_bar("building") as on_progress:
+    with progress_bar("building") as on_progress:
         return build_dataset(
             find_declarative("data", spec), builds or default_builds_root(), on_progress=on_progress
         )
@@ -121,22 +125,6 @@ def _open_or_build(source: str, builds: Path | None) -> DatasetBuild:
     from finetune.data.build import open_build
 
     return open_build(Path(source)) if Path(source).is_dir() else _build(source, builds)
-
-
-def _progress_bar(label: str) -> Any:
-    """A context that yields a progress callback; the bar, with time left, is on standard error of a terminal."""
-    import contextlib
-
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    @contextlib.contextmanager
-    def showing() -> Iterator[Progress]:
-        with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=1.0)
-            yield lambda share: bar.update(task, completed=share)
-
-    return showing()
 
 
 def _describe(made: DatasetBuild) -> str:

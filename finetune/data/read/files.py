@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.read.sniff import Nature, format_of_name, is_data_name, sniff
@@ -29,6 +29,10 @@ class SourceFile:
     def format(self) -> Format:
         """Of the content."""
         return self.nature.format
+
+    def decoded_as(self, encoding: str) -> SourceFile:
+        """The same file in another encoding."""
+        return replace(self, nature=replace(self.nature, encoding=encoding))
 
 
 def source_files(

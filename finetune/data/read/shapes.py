@@ -263,3 +263,4 @@ _AUTOMATIC: tuple[tuple[Shape, tuple[str, ...]], ...] = (
     ("prompt_completion", _PROMPT),
     ("text", ("text",)),
 )
+SHAPES_BY_PRECEDENCE: tuple[Shape, ...] = tuple(shape for shape, _ in _AUTOMATIC)

@@ -64,12 +64,13 @@ _DELIMITERS = ",;\t|"
 
 @dataclass(frozen=True, slots=True)
 class Nature:
-    """How a file is to be read; `encoding` is '' for formats that are not text."""
+    """How a file is to be read; `encoding` is '' for formats that are not text. `why` says what the format shows in."""
 
     format: Format
     compression: str
     encoding: str
     delimiter: str
+    why: str = ""
 
 
 def format_of_name(name: str) -> Format | None:
@@ -104,7 +105,7 @@ def sniff(path: Path, source: RowsSource) -> Nature:
         return _table(path, table, stated, compression)
     encoding = _encoding(path, head, source.encoding)
     decoded = head.decode(encoding, errors="replace").removeprefix("\ufeff")
-    format_ = stated or _text_format(path, decoded)
+    format_, why = (stated, "source.format says so") if stated else _text_format(path, decoded)
     if format_ in ("parquet", "arrow"):
         raise UserError(
             f"{path} is called {format_} and is not: its first bytes are {head[:8]!r}",
@@ -113,7 +114,7 @@ def sniff(path: Path, source: RowsSource) -> Nature:
     if format_ in ("csv", "tsv", "text") and source.encoding == "auto" and encoding == "utf-8":
         encoding = _eight_bit(path, compression)
         decoded = head.decode(encoding, errors="replace").removeprefix("\ufeff")
-    return Nature(format_, compression, encoding, _delimiter(format_, source, decoded))
+    return Nature(format_, compression, encoding, _delimiter(format_, source, decoded), why)
 
 
 def read_head(path: Path) -> tuple[bytes, str]:
@@ -138,7 +139,7 @@ def _table(path: Path, found: Format, stated: Format | None, compression: str) -
             f"{path} is {found} inside {compression}, and can only be read from its end",
             fix="unpack it; such files are compressed inside already",
         )
-    return Nature(found, "", "", "")
+    return Nature(found, "", "", "", "its first bytes say so")
 
 
 def _encoding(path: Path, head: bytes, stated: str) -> str:
@@ -205,10 +206,10 @@ def _eight_bit(path: Path, compression: str) -> str:
     return "cp1252" if faulty else "utf-8"
 
 
-def _text_format(path: Path, head: str) -> Format:
+def _text_format(path: Path, head: str) -> tuple[Format, str]:
     named = format_of_name(path.name)
     if named in ("csv", "tsv", "text"):
-        return named
+        return named, "its name says so"
     start = head.lstrip()[:1]
     if named is not None or start in ("{", "["):
         return _json_format(head, start, named)
@@ -218,23 +219,24 @@ def _text_format(path: Path, head: str) -> Format:
     )
 
 
-def _json_format(head: str, start: str, named: Format | None) -> Format:
+def _json_format(head: str, start: str, named: Format | None) -> tuple[Format, str]:
     """`json` for one document over many lines or several objects on a line, `jsonl` when lines are objects.
 
     Of the whole lines at the start of the file, at least half must be objects for `jsonl`: in a document with a value a
     line the brackets and commas between them are none.
     """
     if start not in ("{", "["):
-        return named if named in ("jsonl", "json") else "jsonl"
+        return (named if named in ("jsonl", "json") else "jsonl"), "its name says so"
     lines = [line for line in head.split("\n") if line.strip()]
     if len(head) >= HEAD_BYTES // 2 and len(lines) > 1:
         lines.pop()  # cut by the end of the sample
     objects = sum(map(_is_object, lines))
     if named == "json" and len(lines) == 1 and objects == 1:
-        return "json"  # one object: a row, or a document whose rows are under a key
+        return "json", "it is one object: a row, or a document with the rows under a key"
     if len(lines) == 1 and objects == 0 and len(head) >= HEAD_BYTES // 2 and start == "{":
-        return named or "jsonl"  # a first line longer than the sample
-    return "jsonl" if objects * 2 >= len(lines) else "json"
+        return (named or "jsonl"), "its first line is longer than what is looked at"
+    why = f"{objects} of its first {len(lines)} lines are objects"
+    return ("jsonl" if objects * 2 >= len(lines) else "json"), why
 
 
 def _is_object(line: str) -> bool:
