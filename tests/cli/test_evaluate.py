@@ -410,41 +410,10 @@ def test_json_files_of_a_run_hold_no_nan(make_run: Any, suite: Suite) -> None:
 
 
 @pytest.fixture
-def finished_run(tiny_model_folder: Path, suite: Suite, tmp_path: Path) -> Path:
+def finished_run(make_finished_run: Any, suite: Suite) -> Path:
     """A run whose training is complete, with a saved adapter and no answers yet."""
-    import torch
-
-    from finetune.model.adapter_files import save_adapter
-    from finetune.model.adapters import attach_adapter
-    from finetune.model.load import load_model
-    from finetune.pipeline.inputs import gather_inputs
-    from finetune.pipeline.manifest import RunManifest
-    from finetune.recipe.resolve import resolved_yaml
-
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = [{"messages": [{**turns[0], "content": f"q{index}"}, turns[1]]} for index in range(20)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "mine.yaml").write_text("name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\n")
     suite.path.write_text(suite.path.read_text() + "decoding: {max_new_tokens: 6}\n")
-    recipe = RECIPE.replace("SUITES", str(suite.path)).replace("id: base", f"id: {tiny_model_folder}")
-    recipe = recipe.replace("spec: mine", f"spec: {tmp_path / 'mine.yaml'}").replace(
-        "eval: {", "eval: {max_items: 12, "
-    )
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    inputs = gather_inputs(str(tmp_path / "recipe.yaml"))
-    run = tmp_path / "run"
-    run.mkdir()
-    manifest = RunManifest.open(run, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
-    (run / "recipe.resolved.yaml").write_text(resolved_yaml(inputs.recipe))
-    model = attach_adapter(load_model(inputs.source, dtype="fp32"), inputs.recipe.adapter, seed=1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
-    outputs: list[Path] = []
-    with manifest.running("train", {}, outputs):
-        save_adapter(model, run / "adapter")
-        outputs += [path for path in (run / "adapter").iterdir() if path.is_file()]
+    run: Path = make_finished_run(suite.path)
     return run
 
 

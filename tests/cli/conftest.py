@@ -1,0 +1,103 @@
+"""A run whose training is complete, and a stand-in for the `vllm` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.paths import write_jsonl
+
+RECIPE = """\
+recipe: 1
+name: mine
+model: {id: MODEL}
+adapter: {kind: KIND}
+data: {spec: SPEC}
+eval: {max_items: 12, suites: [SUITES], baselines: [zero_shot], against: zero_shot}
+"""
+# Speaks enough of the protocol: lists models, and answers with the name of the model that is asked.
+VLLM = """\
+#!{python}
+import http.server, json, os, sys
+arguments = sys.argv[1:]
+value = lambda name: arguments[arguments.index(name) + 1]
+served = [value("--served-model-name")]
+if "--lora-modules" in arguments:
+    served.append(value("--lora-modules").split("=")[0])
+with open({log!r}, "a") as stream:
+    stream.write(json.dumps({{"pid": os.getpid(), "arguments": arguments}}) + "\\n")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, value, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+    def do_GET(self):
+        self.reply({{"data": [{{"id": name}} for name in served]}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["model"] not in served:
+            return self.reply({{"error": "no such model"}}, 404)
+        self.reply({{"choices": [{{"text": body["model"], "finish_reason": "stop"}}], "usage": {{"completion_tokens": 1}}}})
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make_finished_run(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A run with a saved adapter (or, with kind `none`, a saved full model) and no answers yet."""
+
+    def make(suite_path: Path, *, kind: str = "lora") -> Path:
+        import torch
+
+        from finetune.model.adapter_files import save_adapter
+        from finetune.model.adapters import attach_adapter
+        from finetune.model.load import load_model
+        from finetune.pipeline.inputs import gather_inputs
+        from finetune.pipeline.manifest import RunManifest
+        from finetune.recipe.resolve import resolved_yaml
+
+        answer = {"role": "assistant", "content": "a"}
+        rows = [{"messages": [{"role": "user", "content": f"q{index}"}, answer]} for index in range(20)]
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        (tmp_path / "mine.yaml").write_text("name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\n")
+        text = RECIPE.replace("MODEL", str(tiny_model_folder)).replace("KIND", kind)
+        text = text.replace("SPEC", str(tmp_path / "mine.yaml"))
+        (tmp_path / "recipe.yaml").write_text(text.replace("SUITES", str(suite_path)))
+        inputs = gather_inputs(str(tmp_path / "recipe.yaml"))
+        run = tmp_path / "run"
+        run.mkdir()
+        manifest = RunManifest.open(run, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
+        (run / "recipe.resolved.yaml").write_text(resolved_yaml(inputs.recipe))
+        model = load_model(inputs.source, dtype="fp32")
+        saved = run / ("model" if kind == "none" else "adapter")
+        outputs: list[Path] = []
+        with manifest.running("train", {}, outputs):
+            if kind == "none":
+                model.save_pretrained(saved)
+            else:
+                model = attach_adapter(model, inputs.recipe.adapter, seed=1)
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        if "lora_B" in name:
+                            parameter.normal_(0, 0.5)
+                save_adapter(model, saved)
+            outputs += [path for path in saved.iterdir() if path.is_file()]
+        return run
+
+    return make
+
+
+@pytest.fixture
+def vllm_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a stand-in for `vllm` on PATH; the file has one JSON line a start, with its process id and arguments."""
+    log, command = tmp_path / "vllm-calls.jsonl", tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.write_text(VLLM.format(python=sys.executable, log=str(log)))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=":")
+    return log
