@@ -95,3 +95,26 @@ def test_prompts_longer_than_the_context_name_every_item(suite: Suite, tiny_toke
         "suite tiny, arm tuned, item row-2",
     ]
     assert f"needs {tokens + 12} tokens; the context is {tokens + 11}" in str(caught.value)
+
+
+@pytest.mark.parametrize("arm", ["zero_shot", "few_shot", "tuned"])
+def test_every_arm_has_one_bos_where_template_and_tokenizer_both_add_one(
+    suite: Suite, make_tiny_tokenizer: Any, arm: str
+) -> None:
+    from tokenizers import processors
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    assert tokenizer("x")["input_ids"][0] == bos
+    rows = [_row(index, intent="AABBB"[index % 5]) for index in range(10)]
+    prompt = build_prompts(suite, [item_from_row(_row(99))], tokenizer, arm=arm, few_shot=rows)[0]
+    assert prompt.ids[0] == bos
+    assert prompt.ids.count(bos) == 1
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    with pytest.raises(UserError, match="two BOS"):
+        build_prompts(suite, [item_from_row(_row(99))], tokenizer, arm=arm, few_shot=rows)
