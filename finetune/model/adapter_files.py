@@ -18,7 +18,9 @@ import torch
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
 from finetune.model.adapters import refuse_second_adapter, trainables_to_fp32
+from finetune.model.quantization import codes_of
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config
+from finetune.model.virtual_tokens import align_virtual_tokens
 from finetune.paths import disk_faults, read_json, write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -30,6 +32,14 @@ _EMBEDDING = re.compile(
     r".*\b(embed_tokens|lm_head|wte|embed_in|embed_out)(\.token_adapter)?(\.(base_layer|original_module|modules_to_save))?"
     r"\.weight"
 )
+# PEFT's kinds that are read here, and the keys without which their tensors mean nothing.
+NEEDED_KEYS: dict[str, tuple[str, ...]] = {
+    "LORA": ("lora_alpha", "r", "target_modules"),
+    "VERA": ("r", "target_modules"),
+    "IA3": ("target_modules",),
+    "PROMPT_TUNING": ("num_virtual_tokens",),
+    "PREFIX_TUNING": ("num_virtual_tokens", "num_layers", "token_dim"),
+}
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
@@ -52,22 +62,30 @@ def save_adapter(
             _sort_configuration(part / ADAPTER_CONFIG)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(part))
-            if source is not None:
-                rows = int(model.get_input_embeddings().weight.shape[0])
-                write_json(
-                    part / ORIGIN_FILE,
-                    {
-                        "id": source.id,
-                        "revision": source.revision,
-                        "digest": source.digest,
-                        "embedding_rows": rows,
-                    },
-                )
+            origin = _origin(model, source)
+            if origin:
+                write_json(part / ORIGIN_FILE, origin)
             part.chmod(0o755)
             _replace(folder, part)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
+
+
+def _origin(model: Any, source: ModelSource | None) -> dict[str, Any]:
+    """What the adapter belongs to besides its shapes: the base by content, and its codes where the adapter needs them."""
+    origin: dict[str, Any] = {}
+    if source is not None:
+        rows = int(model.get_input_embeddings().weight.shape[0])
+        origin = {
+            "id": source.id,
+            "revision": source.revision,
+            "digest": source.digest,
+            "embedding_rows": rows,
+        }
+    if getattr(model, "start_codes", None) is not None:
+        origin["codes"] = model.start_codes
+    return origin
 
 
 def _replace(folder: Path, part: Path) -> None:
@@ -82,26 +100,33 @@ def _replace(folder: Path, part: Path) -> None:
 
 
 def load_adapter(
-    model: Any, folder: Path, *, source: ModelSource | None = None, trainable: bool = False
+    model: Any,
+    folder: Path,
+    *,
+    source: ModelSource | None = None,
+    trainable: bool = False,
+    codes: Mapping[str, Any] | None = None,
 ) -> Any:
     """Put a saved adapter on `model` (changed in place) and return the PeftModel; refuse whatever does not fit exactly.
 
-    Raises UserError when the folder is no adapter, holds pickle, lacks `lora_alpha` or `r`, has missing, unexpected
-    or misshapen tensors (counted), or was trained on another base (`source` is the base at hand); `model` is then as
-    it was. An adapter that carries a larger embedding resizes the model first. `trainable` continues its training.
+    Raises UserError when the folder is no adapter, holds pickle, lacks what its kind needs, has missing, unexpected or
+    misshapen tensors (counted), or was trained on another base (`source` is the base at hand) or on other 4-bit codes
+    (`codes` are those of `model`'s weights where they were decoded already); `model` is then as it was. An adapter that
+    carries a larger embedding resizes the model first. `trainable` continues its training.
     """
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from peft import get_peft_model, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     configuration = read_adapter_config(folder)
     _check_base(folder, source)
+    _check_codes(folder, codes or codes_of(model))
     tensors = load_file(str(folder / ADAPTER_WEIGHTS))
     rows_before = model.get_input_embeddings().weight.shape[0]
     n_rows = next((len(value) for key, value in tensors.items() if _EMBEDDING.fullmatch(key)), rows_before)
-    config = LoraConfig.from_pretrained(str(folder))
-    config.inference_mode = not trainable
+    config = peft_configuration(folder, trainable=trainable)
     refuse_second_adapter(model)
     needed_gradient = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    biases = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith(".bias")}
     if n_rows != rows_before:
         model.resize_token_embeddings(n_rows, mean_resizing=False)  # filled from the adapter below
     try:
@@ -118,56 +143,74 @@ def load_adapter(
     try:
         _check_tensors(wrapped, tensors, folder)
     except UserError:
-        wrapped.unload()
+        if hasattr(wrapped, "unload"):
+            wrapped.unload()
         _unwrap(model, needed_gradient, rows_before)
         raise
     set_peft_model_state_dict(wrapped, tensors)
     if not trainable:
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" not in name:  # biases trained along are the base's own and keep its type
-                parameter.requires_grad_(False)
+        for parameter in wrapped.parameters():  # biases trained along are the base's own and keep its type
+            parameter.requires_grad_(False)
+    if getattr(config, "bias", "none") != "none":
+        wrapped.base_biases = biases
     trainables_to_fp32(wrapped)
+    align_virtual_tokens(wrapped)
     wrapped.eval()
     return wrapped
 
 
+def peft_configuration(folder: Path, *, trainable: bool = False) -> Any:
+    """PEFT's configuration object of a checked adapter folder."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = read_json(folder / ADAPTER_CONFIG)["peft_type"]
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
+    config.inference_mode = not trainable
+    return config
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json, checked: LoRA family, `r` and `lora_alpha` present, weights as safetensors beside it."""
+    """adapter_config.json, checked: a kind known here, with every key that decides what its tensors compute."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{folder} holds no {ADAPTER_CONFIG}, so it is not an adapter",
             fix="name the folder that save_pretrained of PEFT wrote, e.g. runs/<id>/adapter",
         )
-    configuration = read_json(folder / ADAPTER_CONFIG)
+    configuration: dict[str, Any] = read_json(folder / ADAPTER_CONFIG)
     where = str(folder / ADAPTER_CONFIG)
-    if not isinstance(configuration, dict) or configuration.get("peft_type") != "LORA":
-        kind = configuration.get("peft_type") if isinstance(configuration, dict) else None
+    kind = configuration.get("peft_type") if isinstance(configuration, dict) else None
+    if kind not in NEEDED_KEYS:
         raise UserError(
-            f"an adapter of type {kind} is not supported", where=where, fix="use a LoRA or DoRA adapter"
+            f"an adapter of type {kind} is not supported",
+            where=where,
+            fix=f"use one of {', '.join(NEEDED_KEYS)}",
         )
-    absent = [
-        key for key in ("lora_alpha", "r", "target_modules") if configuration.get(key) in (None, [], "")
-    ]
+    absent = [key for key in NEEDED_KEYS[kind] if configuration.get(key) in (None, [], "")]
     if absent:
         raise UserError(
             f"the adapter's configuration lacks {', '.join(absent)}",
             where=where,
-            why="PEFT would fill in a default and scale the update wrongly, without a word",
+            why="PEFT would fill in a default and compute something else, without a word",
             fix="restore the file that was saved with the weights",
         )
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickle = folder / "adapter_model.bin"
-        raise UserError(
-            f"{pickle} is a pickle file and is refused"
-            if pickle.is_file()
-            else f"{folder} holds no {ADAPTER_WEIGHTS}",
-            where=str(folder),
-            why="reading a pickle file runs whatever code it contains" if pickle.is_file() else "",
-            fix="convert the adapter to safetensors on a machine you can afford to lose"
-            if pickle.is_file()
-            else "copy the adapter again, or save it again from its checkpoint",
-        )
+    _require_safetensors(folder)
     return configuration
+
+
+def _require_safetensors(folder: Path) -> None:
+    if (folder / ADAPTER_WEIGHTS).is_file():
+        return
+    pickle = folder / "adapter_model.bin"
+    raise UserError(
+        f"{pickle} is a pickle file and is refused"
+        if pickle.is_file()
+        else f"{folder} holds no {ADAPTER_WEIGHTS}",
+        where=str(folder),
+        why="reading a pickle file runs whatever code it contains" if pickle.is_file() else "",
+        fix="convert the adapter to safetensors on a machine you can afford to lose"
+        if pickle.is_file()
+        else "copy the adapter again, or save it again from its checkpoint",
+    )
 
 
 def adapter_digest(folder: Path) -> str:
@@ -206,7 +249,7 @@ def _check_base(folder: Path, source: ModelSource | None) -> None:
     if source is None or not (folder / ORIGIN_FILE).is_file():
         return
     origin = read_json(folder / ORIGIN_FILE)
-    if origin.get("digest") != source.digest:
+    if origin.get("digest", source.digest) != source.digest:
         raise UserError(
             f"the adapter was trained on {origin.get('id')} (content {str(origin.get('digest'))[:12]}), not on "
             f"{source.id} (content {source.digest[:12]})",
@@ -214,6 +257,25 @@ def _check_base(folder: Path, source: ModelSource | None) -> None:
             why="the shapes may agree, but the update belongs to other weights",
             fix=f"set model.id to {origin.get('id')} with the revision it had, or train again on this base",
         )
+
+
+def _check_codes(folder: Path, codes: Mapping[str, Any] | None) -> None:
+    wanted = read_json(folder / ORIGIN_FILE).get("codes") if (folder / ORIGIN_FILE).is_file() else None
+    if wanted is None or wanted == codes:
+        return
+    raise UserError(
+        f"the adapter belongs to weights in {_told(wanted)}, these are in {_told(codes)}",
+        where=str(folder / ORIGIN_FILE),
+        why="it starts from the error of its own codes (init loftq), which others do not have",
+        fix=f"load the base with model.quantize: {wanted['quantize']} and model.double_quantization: "
+        f"{str(wanted['double_quantization']).lower()}",
+    )
+
+
+def _told(codes: Mapping[str, Any] | None) -> str:
+    if codes is None:
+        return "full precision"
+    return f"{codes['quantize']} {'with' if codes['double_quantization'] else 'without'} double quantization"
 
 
 def _check_tensors(wrapped: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -7,104 +7,77 @@ base, trainables in half precision, gradients that never arrive.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.errors import Fault, UserError, did_you_mean
+from finetune.errors import UserError
+from finetune.model import adapter_targets
+from finetune.model.adapter_kinds import DOUBLED_STARTS, Attachment, peft_config
+from finetune.model.adapter_starts import lora_layers, start_adapter
+from finetune.model.adapter_targets import check_adapter
+from finetune.model.held_start import HeldHalves
+from finetune.model.quantization import codes_of
+from finetune.model.source import ModelSource
+from finetune.model.virtual_tokens import align_virtual_tokens
 from finetune.recipe.schema import AdapterSection
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR = adapter_targets.ALL_LINEAR
+target_module_names = adapter_targets.target_module_names
+# Trained tensors whose first gradient may rightly be zero, because they are multiplied by zeros at the start, or because
+# no token of the batch reads them.
+_MAY_BE_ZERO = ("lora_A", "vera_lambda_d", "trainable_tokens_delta", "modules_to_save", ".bias")
 
 
-def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str, list[str]]:
-    """Target -> qualified names of the linear layers it selects. Works on a skeleton without weights.
+def attach_adapter(
+    model: Any,
+    section: AdapterSection,
+    *,
+    seed: int,
+    source: ModelSource | None = None,
+    batches: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    token_rows: Sequence[int] = (),
+) -> Any:
+    """A fresh adapter of the section's kind on `model`, which is changed in place and frozen; returns the PeftModel.
 
-    A target selects the modules whose name is it or ends in '.' and it. 'all-linear' is every linear layer but the
-    output head. Raises UserError with all faults: targets that select nothing (with the nearest name), that select
-    something that is not a linear layer, or the head, whose logits the training loss never builds.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if _is_linear(module) and module is not head}
-    if isinstance(targets, str):
-        if targets != ALL_LINEAR:
-            targets = [targets]
-        elif not linear:
-            raise UserError("the model has no linear layer to adapt", where="adapter.target_modules")
-        else:
-            selected: dict[str, list[str]] = {}
-            for name in linear:
-                selected.setdefault(name.rpartition(".")[2], []).append(name)
-            return selected
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    faults: list[Fault] = []
-    chosen: dict[str, list[str]] = {}
-    for target in targets:
-        names = [name for name in modules if name == target or name.endswith(f".{target}")]
-        wrong = [name for name in names if name not in linear]
-        if not names:
-            faults.append(
-                Fault(
-                    f"'{target}' matches no module of the model",
-                    "adapter.target_modules",
-                    "PEFT ignores such a name as long as another one matches",
-                    did_you_mean(target, known),
-                )
-            )
-        elif wrong:
-            is_head = modules[wrong[0]] is head
-            faults.append(
-                Fault(
-                    f"'{target}' selects {wrong[0]}, {'the output head' if is_head else 'which is not a linear layer'}",
-                    "adapter.target_modules",
-                    "the loss never builds the head's full output, so an adapter there would not be trained"
-                    if is_head
-                    else "",
-                    f"choose among: {', '.join(known)}",
-                )
-            )
-        else:
-            chosen[target] = names
-    if not targets:
-        faults.append(Fault("no target modules are named", "adapter.target_modules", "", f"use {ALL_LINEAR}"))
-    if faults:
-        raise UserError(faults)
-    return chosen
-
-
-def attach_adapter(model: Any, section: AdapterSection, *, seed: int) -> Any:
-    """A fresh LoRA or DoRA adapter on `model`, which is changed in place and frozen; returns the PeftModel.
-
-    The update of a linear layer W [out, in] is (alpha / r) · B·A with A [r, in] uniform in ±1/√in and B [out, r] zero
-    (Hu et al. 2021, PEFT's default), so that step 0 computes the base model. A is drawn on the CPU from a generator of
-    its own, layer by layer in order of name: the same bytes on every device, and the global generator is not touched.
-    For DoRA (Liu et al. 2024) the magnitudes are the row norms of W in fp32. Trainable parameters are fp32.
+    Step 0 computes the base model (with init loftq: the base before quantization, as nearly as the rank allows; with
+    virtual tokens: the base behind a prompt). How each kind starts is in adapter_starts.py. Trainable parameters are
+    fp32. `source` is the base on disk, which init loftq reads; `batches` are model inputs from train rows, which init eva
+    reads; `token_rows` are rows of the embedding (and head) to train too. Raises UserError for names that match nothing.
     """
     if section.kind == "none":
         raise UserError("adapter.kind is none: there is no adapter to attach", where="adapter.kind")
     refuse_second_adapter(model)
-    selected = target_module_names(model, section.target_modules)
-    from peft import LoraConfig, get_peft_model
+    check_adapter(model, section)
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        use_dora=section.kind == "dora",
-        target_modules=_suffixes_that_select(model, selected),
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    biases = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith(".bias")}
+    config = peft_config(Attachment(model, section, seed, token_rows))
     with torch.random.fork_rng(devices=[]):
         wrapped = get_peft_model(model, config)
-    _initialise(wrapped, seed)
+    start_adapter(wrapped, section, seed=seed, source=source, batches=batches)
+    if hasattr(wrapped.peft_config["default"], "init_lora_weights"):
+        # What is saved is a plain adapter: loading must not start it anew, nor take a part out of the base.
+        wrapped.peft_config["default"].init_lora_weights = True
+    if section.kind == "bitfit":
+        _train_biases_only(wrapped, biases)
     trainables_to_fp32(wrapped)
+    align_virtual_tokens(wrapped)
+    wrapped.start_codes = codes_of(wrapped) if section.init == "loftq" else None
+    if section.init in DOUBLED_STARTS:
+        wrapped.held_halves = HeldHalves(wrapped)
     return wrapped
+
+
+@torch.no_grad()
+def _train_biases_only(wrapped: Any, biases: dict[str, torch.Tensor]) -> None:
+    for layer in lora_layers(wrapped).values():
+        for pair in (layer.lora_A, layer.lora_B):
+            pair["default"].weight.zero_().requires_grad_(False)
+    wrapped.base_biases = biases
 
 
 def refuse_second_adapter(model: Any) -> None:
@@ -117,8 +90,10 @@ def refuse_second_adapter(model: Any) -> None:
 
 def adapted_modules(model: nn.Module) -> dict[str, int]:
     """Short name -> how many layers carry an adapter, e.g. {'q_proj': 30}; what a run reports."""
-    names = sorted(name.rpartition(".")[2] for name in _adapter_layers(model))
-    return dict(Counter(names))
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = (name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    return dict(sorted(Counter(name.rpartition(".")[2] for name in layers).items()))
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -166,13 +141,17 @@ def prepare_for_training(
 def check_gradients_arrive(model: nn.Module) -> None:
     """After the first backward: raise when an adapter got no gradient. Experts that no token chose are exempt.
 
-    At step 0 B is zero, so A's gradient is rightly zero and only its presence is checked.
+    At step 0 B is zero, so A's gradient is rightly zero and only its presence is checked; likewise for the others that
+    are multiplied by zeros, and for rows and biases that may not matter to the first batch.
     """
     cut = [
         name
         for name, parameter in trainable_parameters(model).items()
         if "expert" not in name
-        and (parameter.grad is None or ("lora_A" not in name and not bool(parameter.grad.any())))
+        and (
+            parameter.grad is None
+            or (not any(part in name for part in _MAY_BE_ZERO) and not bool(parameter.grad.any()))
+        )
     ]
     if cut:
         total = len(trainable_parameters(model))
@@ -184,12 +163,27 @@ def check_gradients_arrive(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def base_only(model: Any) -> Iterator[Any]:
-    """The base model's own outputs, adapters switched off, without a second copy of the weights."""
-    if hasattr(model, "disable_adapter"):
+    """The base model's own outputs, adapters switched off, without a second copy of the weights.
+
+    Trained biases are put back to the base's, which PEFT leaves as they were trained.
+    """
+    if not hasattr(model, "disable_adapter"):
+        yield model
+        return
+    biases: dict[str, torch.Tensor] = getattr(model, "base_biases", {})
+    parameters = dict(model.named_parameters())
+    changed = {
+        name: parameters[found] for name in biases if (found := _named_in(name, parameters)) is not None
+    }
+    trained = {name: parameter.data for name, parameter in changed.items()}
+    try:
+        for name, parameter in changed.items():
+            parameter.data = biases[name].to(parameter)
         with model.disable_adapter():
             yield model
-    else:
-        yield model
+    finally:
+        for name, parameter in changed.items():
+            parameter.data = trained[name]
 
 
 def adapter_effect(model: Any, inputs: Mapping[str, torch.Tensor]) -> float:
@@ -211,44 +205,8 @@ def adapter_active(model: Any, inputs: Mapping[str, torch.Tensor]) -> bool:
     return adapter_effect(model, inputs) > 0.0
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Plain and bitsandbytes linear layers, and GPT-2's transposed ones."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _suffixes_that_select(model: nn.Module, selected: Mapping[str, list[str]]) -> list[str]:
-    """The shortest list PEFT turns into exactly `selected`: the targets, or full names where a target hits more."""
-    wanted = {name for names in selected.values() for name in names}
-    targets = sorted(selected)
-    reached = {
-        name
-        for name, _ in model.named_modules()
-        if any(name == target or name.endswith(f".{target}") for target in targets)
-    }
-    return targets if reached == wanted else sorted(wanted)
-
-
-def _adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """Qualified name -> PEFT LoRA layer."""
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-@torch.no_grad()
-def _initialise(model: nn.Module, seed: int, adapter: str = "default") -> None:
-    from finetune.model.quantization import dequantised_weight
-
-    generator = torch.Generator().manual_seed(seed)
-    for _, layer in sorted(_adapter_layers(model).items()):
-        down = layer.lora_A[adapter].weight
-        bound = 1.0 / math.sqrt(down.shape[1])
-        drawn = torch.empty(down.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-        down.copy_(drawn)
-        layer.lora_B[adapter].weight.zero_()
-        if adapter in layer.lora_magnitude_vector:
-            # PEFT takes the norm in the base's dtype: in bf16 a fresh adapter would already change the model.
-            weight = dequantised_weight(layer.get_base_layer()).float()
-            magnitude = layer.lora_magnitude_vector[adapter]
-            # [out, in]; GPT-2's Conv1D holds its transpose
-            magnitude.weight.data = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
+def _named_in(base_name: str, wrapped: Mapping[str, Any]) -> str | None:
+    """The name that a parameter of the base has below an adapter's wrappers."""
+    module, _, leaf = base_name.rpartition(".")
+    candidates = (f"base_model.model.{base_name}", f"base_model.model.{module}.base_layer.{leaf}")
+    return next((name for name in candidates if name in wrapped), None)

@@ -85,6 +85,17 @@ def linear_4bit_modules(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
 
 
+def codes_of(model: nn.Module) -> dict[str, Any] | None:
+    """How the 4-bit weights of `model` are coded: {"quantize", "double_quantization"}; None without such weights.
+
+    An adapter that starts from the error of these codes (init loftq) fits no others.
+    """
+    for module in linear_4bit_modules(model).values():
+        weight = module.weight
+        return {"quantize": str(weight.quant_type), "double_quantization": bool(weight.compress_statistics)}
+    return None
+
+
 def check_row_lengths(skeleton: nn.Module, quantize: str, *, device: str = "cpu") -> None:
     """Refuse a model whose rows this machine would dequantise wrongly. `skeleton` may live on the meta device.
 

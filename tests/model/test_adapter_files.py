@@ -126,7 +126,7 @@ def _shorten(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (_edit_config(target_modules=["c_attn"]), r"no module of the base matches"),
         (_edit_config(lora_alpha=None), r"lacks lora_alpha"),
         (_edit_config(r=None, lora_alpha=None), r"lacks lora_alpha, r"),
-        (_edit_config(peft_type="IA3"), r"type IA3"),
+        (_edit_config(peft_type="ADALORA"), r"type ADALORA"),
         (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), r"not valid JSON"),
         (lambda folder: (folder / ADAPTER_CONFIG).unlink(), r"not an adapter"),
         (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), r"holds no adapter_model.safetensors"),

@@ -109,9 +109,9 @@ def test_a_name_that_the_head_shares_is_not_reached() -> None:
             return self.head["proj"]
 
     assert target_module_names(Odd(), "all-linear") == {"proj": ["block.proj"]}
-    from finetune.model.adapters import _suffixes_that_select
+    from finetune.model.adapter_targets import suffixes_that_select
 
-    assert _suffixes_that_select(Odd(), {"proj": ["block.proj"]}) == ["block.proj"]
+    assert suffixes_that_select(Odd(), ["block.proj"], ["proj"]) == ["block.proj"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,269 @@
+"""Which modules of a model a recipe's adapter section means; every name is checked before a weight is loaded.
+
+PEFT ignores a misspelt target as long as another one matches, an unmatched rank pattern, and a module to save that does not
+exist. Here each is a fault with the nearest name. All functions work on a skeleton without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from finetune.errors import Fault, UserError, did_you_mean
+from finetune.recipe.adapter_section import TARGETED, AdapterSection
+
+ALL_LINEAR = "all-linear"
+
+
+def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str, list[str]]:
+    """Target -> qualified names of the linear layers it selects.
+
+    A target selects the modules whose name is it or ends in '.' and it. 'all-linear' is every linear layer but the
+    output head. Raises UserError with all faults: targets that select nothing (with the nearest name), that select
+    something that is not a linear layer, or the head, whose logits the training loss never builds.
+    """
+    head = _head_of(model)
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if _is_linear(module) and module is not head}
+    if isinstance(targets, str):
+        if targets != ALL_LINEAR:
+            targets = [targets]
+        elif not linear:
+            raise UserError("the model has no linear layer to adapt", where="adapter.target_modules")
+        else:
+            selected: dict[str, list[str]] = {}
+            for name in linear:
+                selected.setdefault(name.rpartition(".")[2], []).append(name)
+            return selected
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    faults: list[Fault] = []
+    chosen: dict[str, list[str]] = {}
+    for target in targets:
+        names = named_by(target, modules)
+        wrong = [name for name in names if name not in linear]
+        if not names:
+            faults.append(
+                Fault(
+                    f"'{target}' matches no module of the model",
+                    "adapter.target_modules",
+                    "PEFT ignores such a name as long as another one matches",
+                    did_you_mean(target, known),
+                )
+            )
+        elif wrong:
+            is_head = modules[wrong[0]] is head
+            faults.append(
+                Fault(
+                    f"'{target}' selects {wrong[0]}, {'the output head' if is_head else 'which is not a linear layer'}",
+                    "adapter.target_modules",
+                    "the loss never builds the head's full output, so an adapter there would not be trained"
+                    if is_head
+                    else "",
+                    f"choose among: {', '.join(known)}",
+                )
+            )
+        else:
+            chosen[target] = names
+    if not targets:
+        faults.append(Fault("no target modules are named", "adapter.target_modules", "", f"use {ALL_LINEAR}"))
+    if faults:
+        raise UserError(faults)
+    return chosen
+
+
+def selected_modules(model: nn.Module, section: AdapterSection) -> dict[str, list[str]]:
+    """`target_module_names` of a section, restricted to its `layers`. Raises UserError when nothing is left."""
+    chosen = target_module_names(model, section.target_modules)
+    if section.layers is None:
+        return chosen
+    prefixes = tuple(f"{prefix}." for prefix in layer_prefixes(model, section.layers))
+    inside = {
+        target: [name for name in names if name.startswith(prefixes)] for target, names in chosen.items()
+    }
+    empty = [target for target, names in inside.items() if not names]
+    if empty:
+        raise UserError(
+            f"'{empty[0]}' has no module in layers {section.layers}",
+            where="adapter.layers",
+            fix="name layers that hold it, or leave the target out",
+        )
+    return inside
+
+
+def check_adapter(model: nn.Module, section: AdapterSection) -> None:
+    """Every name and index of the section against the model; raises UserError with all faults at once."""
+    faults: list[Fault] = []
+
+    def attempt(check: Callable[[], Any]) -> None:
+        try:
+            check()
+        except UserError as error:
+            faults.extend(error.faults)
+
+    if section.kind in TARGETED:
+        attempt(lambda: target_module_names(model, section.target_modules))
+        attempt(lambda: _check_patterns(model, section))
+        attempt(lambda: saved_module_names(model, section.modules_to_save))
+    if section.layers is not None:
+        attempt(lambda: layer_prefixes(model, section.layers or []))
+    if section.kind == "none":
+        attempt(lambda: frozen_module_names(model, section.freeze))
+    if section.kind == "bitfit" and not any(name.endswith(".bias") for name, _ in model.named_parameters()):
+        faults.append(
+            Fault(
+                "the model has no biases, so bitfit would train nothing",
+                "adapter.kind",
+                "models of the Llama family have none",
+                "use adapter.kind: ia3 or vera for as small an adapter",
+            )
+        )
+    if section.init == "orthogonal":
+        ranks = {section.rank, *section.rank_pattern.values()}
+        if odd := sorted(rank for rank in ranks if rank % 2):
+            faults.append(
+                Fault(
+                    f"init orthogonal needs even ranks, not {odd[0]}", "adapter.rank", "", "use an even rank"
+                )
+            )
+    if faults:
+        raise UserError(faults)
+    if section.kind in TARGETED:
+        selected_modules(model, section)
+
+
+def saved_module_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Qualified names of the modules that are trained whole; every name must match, and have floating-point weights."""
+    modules = dict(model.named_modules())
+    faults, found = [], []
+    for name in names:
+        matched = [
+            module for module in named_by(name, modules) if any(True for _ in modules[module].parameters())
+        ]
+        if not matched:
+            known = sorted(
+                {module.rpartition(".")[2] for module in modules if module and not module[-1].isdigit()}
+            )
+            faults.append(
+                Fault(
+                    f"'{name}' matches no module with weights",
+                    "adapter.modules_to_save",
+                    "PEFT would train nothing for it, without a word",
+                    did_you_mean(name, known),
+                )
+            )
+        quantized = [
+            module for module in matched if type(modules[module]).__name__ in ("Linear4bit", "Linear8bitLt")
+        ]
+        if quantized:
+            faults.append(
+                Fault(
+                    f"'{name}' selects {quantized[0]}, whose weights are quantized and cannot be trained whole",
+                    "adapter.modules_to_save",
+                    "",
+                    "leave it out, or set model.quantize: none",
+                )
+            )
+        found += matched
+    if faults:
+        raise UserError(faults)
+    return sorted(set(found))
+
+
+def frozen_module_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Qualified names of the modules whose weights stay in full tuning; every name must match."""
+    modules = dict(model.named_modules())
+    faults, found = [], []
+    for name in names:
+        matched = named_by(name, modules)
+        if not matched:
+            known = sorted(
+                {module.rpartition(".")[2] for module in modules if module and not module[-1].isdigit()}
+            )
+            faults.append(
+                Fault(
+                    f"'{name}' matches no module of the model",
+                    "adapter.freeze",
+                    "",
+                    did_you_mean(name, known),
+                )
+            )
+        found += matched
+    if faults:
+        raise UserError(faults)
+    return sorted(set(found))
+
+
+def layer_prefixes(model: nn.Module, layers: Iterable[int]) -> list[str]:
+    """Qualified names of these layers; negative numbers count from the end. Raises UserError for one that is not there."""
+    container, n_layers = layer_container(model)
+    indices = [index + n_layers if index < 0 else index for index in layers]
+    outside = [given for given, index in zip(layers, indices, strict=True) if not 0 <= index < n_layers]
+    if outside:
+        raise UserError(
+            f"there is no layer {outside[0]}; the model has {n_layers}",
+            where="adapter.layers",
+            fix=f"use 0 to {n_layers - 1}, or -1 to -{n_layers} from the end",
+        )
+    return [f"{container}.{index}" for index in sorted(set(indices))]
+
+
+def named_by(target: str, names: Iterable[str]) -> list[str]:
+    """The names that are `target` or end in '.' and it."""
+    return [name for name in names if name == target or name.endswith(f".{target}")]
+
+
+def suffixes_that_select(model: nn.Module, wanted: Iterable[str], targets: Iterable[str]) -> list[str]:
+    """The shortest list that PEFT turns into exactly `wanted`: the targets, or full names where a target hits more."""
+    exactly, short = set(wanted), sorted(targets)
+    reached = {name for name, _ in model.named_modules() if any(named_by(target, [name]) for target in short)}
+    return short if reached == exactly else sorted(exactly)
+
+
+def _check_patterns(model: nn.Module, section: AdapterSection) -> None:
+    """Names of rank and alpha patterns must hit an adapted module."""
+    try:
+        adapted = {name for names in selected_modules(model, section).values() for name in names}
+    except UserError:
+        return  # said already
+    known = sorted({name.rpartition(".")[2] for name in adapted})
+    faults = [
+        Fault(
+            f"'{name}' matches no adapted module",
+            f"adapter.{key}",
+            "PEFT would use the common value for all, without a word",
+            did_you_mean(name, known),
+        )
+        for key, pattern in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern))
+        for name in _names_of(pattern)
+        if not named_by(name, adapted)
+    ]
+    if faults:
+        raise UserError(faults)
+
+
+def _names_of(pattern: Mapping[str, Any]) -> list[str]:
+    return list(pattern)
+
+
+def layer_container(model: nn.Module) -> tuple[str, int]:
+    """Name and length of the list of decoder layers: the outermost of the longest lists of modules."""
+    lists = [
+        (name, len(module)) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    ]
+    if not lists:
+        raise UserError(
+            "the model holds no list of layers", where="adapter.layers", fix="leave out adapter.layers"
+        )
+    return min(lists, key=lambda entry: (entry[0].count("."), -entry[1]))
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return head
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Plain and bitsandbytes linear layers, and GPT-2's transposed ones."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
