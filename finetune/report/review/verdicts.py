@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.evaluation.judge import cohens_kappa
 from finetune.paths import disk_faults, read_jsonl
 from finetune.report.review.sample import ReviewItem
+from finetune.stats.agreement import cohens_kappa
 from finetune.stats.means import wilson_interval
 
 # Key -> is the left answer right, is the right-hand answer right.
