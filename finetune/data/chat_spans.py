@@ -122,7 +122,7 @@ def locate_answers(
     blocks = _generation_blocks(messages, tokenizer, tools, full, len(answers))
     spans: list[tuple[int, int]] = []
     for number, index in enumerate(answers):
-        if (last_only and index != answers[-1]) or index == 0 or not _is_trained(messages[index]):
+        if (last_only and index != answers[-1]) or index == 0 or not is_trained_answer(messages[index]):
             continue
         prompt = render(messages[:index], tokenizer, tools=tools, generation_prompt=True)
         if not full.startswith(prompt):
@@ -137,8 +137,9 @@ def locate_answers(
     return RenderedRow(full, tuple(spans))
 
 
-def _is_trained(turn: Mapping[str, Any]) -> bool:
-    return turn.get("train") is not False and turn.get("weight") != 0
+def is_trained_answer(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn is an answer that is to be learnt: not marked `train: false` or `weight: 0`."""
+    return turn["role"] == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
 
 
 def _rendered_end(
@@ -236,7 +237,7 @@ def _rewritten(index: int, what: str) -> UserError:
         f"the chat template rewrites history: {what}",
         where=f"turn {index}",
         why=_REWRITES,
-        fix="set data.train_on: last, or split each conversation into one row an answer",
+        fix="set data.train_on to each (one row an answer) or to last",
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from finetune.data.chat_spans import closing_of
+from finetune.data.chat_spans import closing_of, is_trained_answer
 from finetune.data.long_rows import shorten
 from finetune.data.row_tokens import (
     IGNORED,
@@ -80,9 +80,12 @@ def tokenise_rows(
     *,
     max_tokens: int,
     long_rows: LongRows = "error",
-    train_on: TrainOn = "all",
+    train_on: TrainOn | Literal["each"] = "all",
 ) -> TokenisedSplit:
     """Tokenise rows and apply the policy for rows longer than `max_tokens`; an answer is never cut.
+
+    train_on "each" makes a row of every trained answer, asked as it is in use: for templates that rewrite earlier turns,
+    at the price of reading those again. What is read, kept or dropped is then an answer.
 
     error: refuse, listing them. drop: leave them out. truncate_prompt: leave out the oldest turns first, then the
     middle of the longest turn that is left, keeping the system turn; a row whose answer alone does not fit is dropped.
@@ -92,6 +95,9 @@ def tokenise_rows(
     """
     if not rows:
         return TokenisedSplit([], dict.fromkeys(_COUNTS, 0))
+    if train_on == "each":
+        units = [unit for row in rows for unit in _one_an_answer(row)]
+        return tokenise_rows(units, tokenizer, max_tokens=max_tokens, long_rows=long_rows, train_on="last")
     closing = closing_of(tokenizer)
 
     def tokenise(row: Row) -> TokenisedRow:
@@ -117,6 +123,16 @@ def tokenise_rows(
     if not kept:
         refuse_empty(dropped, max_tokens)
     return TokenisedSplit(kept, {name: counts[name] for name in _COUNTS}, dropped)
+
+
+def _one_an_answer(row: Row) -> list[Row]:
+    """The row up to each of its trained answers; the row itself when it has but one, or is no conversation."""
+    if row.kind != "chat":
+        return [row]
+    ends = [index for index, turn in enumerate(row.messages) if index and is_trained_answer(turn)]
+    if len(ends) < 2:
+        return [row]
+    return [replace(row, id=f"{row.id}#{n}", messages=row.messages[: end + 1]) for n, end in enumerate(ends)]
 
 
 def _make_fit(

@@ -154,5 +154,24 @@ def test_reasoning_of_the_last_answer_is_learnt_and_rewritten_history_refused_by
         UserError, match=r"row r1 \(rows\.jsonl:7\), turn 1: the chat template rewrites history"
     ) as caught:
         tokenise_row(two, tokenizer)
-    assert "train_on: last" in str(caught.value)
+    assert "data.train_on to each" in str(caught.value)
     assert spans_of(two, tokenizer, train_on="last") == ["<think>\n\n</think>\n\neight<|im_end|>"]
+    each = tokenise_rows([two], tokenizer, max_tokens=500, train_on="each")
+    assert [part.row_id for part in each.rows] == ["r1#0", "r1#1"]
+    assert [tokenizer.decode(part.input_ids[a:b]) for part in each.rows for a, b in part.spans()] == [
+        "<think>\none plus six\n</think>\n\nseven<|im_end|>",
+        "<think>\n\n</think>\n\neight<|im_end|>",
+    ]
+    assert (each.counts["read"], each.counts["kept"]) == (2, 2)
+
+
+def test_each_answer_in_a_row_of_its_own_leaves_out_those_not_trained(family: tuple[Family, Any]) -> None:
+    found, tokenizer = family
+    rows = [row_of("q", "bad", "again", "one", "more", "one", train=False), row_of("q", "one")]
+    each = tokenise_rows(rows, tokenizer, max_tokens=500, train_on="each")
+    assert [tokenizer.decode(part.input_ids[a:b]) for part in each.rows for a, b in part.spans()] == [
+        found.said
+    ] * 3
+    for part, (row, turns) in zip(each.rows, [(0, 3), (0, 5), (1, 1)], strict=True):
+        prompt, _ = prompt_ids(rows[row].messages[:turns], tokenizer)
+        assert part.input_ids[: part.spans()[0][0]] == prompt

@@ -240,7 +240,7 @@ def test_a_template_that_rewrites_history_is_refused_by_name_unless_only_the_las
         UserError, match=r"row r1 \(rows\.jsonl:7\), turn 1: the chat template rewrites history"
     ) as caught:
         tokenise_row(row, tokenizer)
-    assert "train_on: last" in str(caught.value)
+    assert "data.train_on to each" in str(caught.value)
     done = tokenise_row(row, tokenizer, train_on="last")
     assert spans_of(done, tokenizer) == ["<think>\n\n</think>\n\na2<|im_end|>"]
 
