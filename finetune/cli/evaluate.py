@@ -10,6 +10,15 @@ import typer
 
 from finetune.cli.output import JsonFlag, emit, note
 from finetune.cli.prices import InputPriceOption, OutputPriceOption, PerHourOption, priced
+from finetune.cli.servers import (
+    ServeArgumentsOption,
+    ServeOption,
+    ServerBaseOption,
+    ServerKeyOption,
+    ServerOption,
+    ServerTunedOption,
+    ServeTimeoutOption,
+)
 
 app = typer.Typer(
     name="eval",
@@ -31,12 +40,6 @@ SuiteOption = Annotated[
 InnerFlag = Annotated[
     bool, typer.Option("--inner", help="Compare the items that both sides have; the others are left out.")
 ]
-
-
-class Serve(StrEnum):
-    """Servers that can be started for a run."""
-
-    vllm = "vllm"
 
 
 class Require(StrEnum):
@@ -63,31 +66,13 @@ def run(
         bool, typer.Option("--noise", help="Also run the base against itself (A/A) for the noise floor.")
     ] = False,
     inner: InnerFlag = False,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Let an OpenAI-compatible server answer, e.g. http://localhost:8000/v1."
-        ),
-    ] = None,
-    server_base: Annotated[str, typer.Option(help="With --server: its name of the base model.")] = "base",
-    server_tuned: Annotated[
-        str, typer.Option(help="With --server: its name of the tuned model or adapter.")
-    ] = "tuned",
-    server_key: Annotated[
-        str | None, typer.Option(help="With --server: environment variable that holds the API key.")
-    ] = None,
-    serve: Annotated[
-        Serve | None, typer.Option(help="Start this server for base and tuned model, and end it afterwards.")
-    ] = None,
-    serve_arguments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--serve-argument", help="With --serve: one more argument, e.g. --tensor-parallel-size=2."
-        ),
-    ] = None,
-    serve_timeout: Annotated[
-        float, typer.Option(min=1.0, help="With --serve: seconds until it must be ready.")
-    ] = 900.0,
+    server: ServerOption = None,
+    server_base: ServerBaseOption = "base",
+    server_tuned: ServerTunedOption = "tuned",
+    server_key: ServerKeyOption = None,
+    serve: ServeOption = None,
+    serve_arguments: ServeArgumentsOption = None,
+    serve_timeout: ServeTimeoutOption = 900.0,
     price_per_hour: PerHourOption = None,
     input_price: InputPriceOption = None,
     output_price: OutputPriceOption = None,

@@ -1,81 +1,52 @@
-"""Records of a dataset of the Hugging Face hub at a fixed revision, text exactly as its files have it.
-
-JSON and CSV files are parsed here: `datasets` would guess column types, and turn the answer "2024-01-05" into a date and
-"007" into 7. Parquet and Arrow files carry their types, and are left to `datasets`.
-"""
+"""Records of a dataset of the Hugging Face hub at a fixed revision, text exactly as its files have it."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import UserError, did_you_mean
+from finetune.errors import Fault, UserError
 from finetune.evaluation.item_source import ItemsSection
 
-Record = Mapping[str, Any]
+_FAULTS_SHOWN = 5
 
 
-def hub_records(section: ItemsSection, split: str, *, where: str, folder: Path) -> list[Record]:
+def hub_records(section: ItemsSection, split: str, *, where: str, folder: Path) -> list[dict[str, Any]]:
     """The records of one split, in order. `hub` may also name a local folder, relative to `folder`.
 
-    Raises UserError when the dataset, its revision, configuration or split is not there, or the hub cannot be reached.
+    Raises UserError when the dataset, its revision, configuration or split is not there or cannot be fetched, and for
+    records that cannot be read: a suite leaves none out.
     """
-    import datasets
+    from finetune.data.read.files import source_files
+    from finetune.data.read.record import Reject
+    from finetune.data.read.source import iter_records
+    from finetune.data.spec_source import HubSource
 
-    assert section.hub is not None
-    local = folder / section.hub
-    path = str(local) if local.is_dir() else section.hub
-    datasets.disable_progress_bars()
+    assert section.hub is not None and section.revision is not None
+    source = HubSource(kind="hub", id=section.hub, revision=section.revision, name=section.name, split=split)
+    records: list[dict[str, Any]] = []
+    faults: list[Fault] = []
     try:
-        builder = datasets.load_dataset_builder(path, section.name, revision=section.revision)
-        files = builder.config.data_files or {}
-        splits = [str(one) for one in files]
-        if files and split not in splits:
-            raise UserError(
-                f"{section.hub} has no split '{split}'", where=where, fix=did_you_mean(split, splits)
-            )
-        if builder.name in _PARSED_HERE:
-            manager = datasets.DownloadManager(dataset_name=builder.dataset_name)
-            parse = _PARSED_HERE[builder.name]
-            found = manager.download_and_extract(list(files[split]))
-            return [record for file in found for record in parse(Path(file))]
-        return list(datasets.load_dataset(path, section.name, split=split, revision=section.revision))
-    except (OSError, ValueError, ImportError) as error:
-        raise _unreachable(section, split, error, where) from None
-    finally:
-        datasets.enable_progress_bars()
+        files = source_files(source, folder, where=lambda key: f"{where}: items.hub")
+    except UserError as error:
+        raise UserError([_in_words_of_a_suite(fault) for fault in error.faults]) from None
+    for file in files:
+        for found in iter_records(file, source):
+            if isinstance(found, Reject):
+                faults.append(Fault(found.reason, f"{found.source}:{found.line}"))
+            else:
+                records.append(found.value)
+    if len(faults) > _FAULTS_SHOWN:
+        faults = [
+            *faults[:_FAULTS_SHOWN],
+            Fault(f"{len(faults) - _FAULTS_SHOWN} more records cannot be read"),
+        ]
+    if faults:
+        raise UserError(faults)
+    return records
 
 
-def _json_records(file: Path) -> Iterator[Record]:
-    """A file of one array, or of one object a line."""
-    text = file.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        yield from json.loads(text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise UserError(f"not valid JSON: {error}", where=f"{file}:{number}") from None
-
-
-def _csv_records(file: Path) -> Iterator[Record]:
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        yield from csv.DictReader(stream)
-
-
-_PARSED_HERE = {"json": _json_records, "csv": _csv_records}
-
-
-def _unreachable(section: ItemsSection, split: str, error: Exception, where: str) -> UserError:
-    return UserError(
-        f"the dataset {section.hub} at revision {section.revision}, split '{split}', cannot be read: {error}",
-        where=f"{where}: items.hub",
-        why="it is fetched from the Hugging Face hub, unless it is in the cache of `datasets`",
-        fix="check id, revision, name and split, and that HF_HUB_OFFLINE is not set; without a network, download it "
-        "elsewhere and name its folder as items.hub",
-    )
+def _in_words_of_a_suite(fault: Fault) -> Fault:
+    """The remedies of the readers name the keys of a dataset spec."""
+    fix = fault.fix.replace("source.id", "items.hub").replace("source.", "items.")
+    return Fault(fault.what, fault.where, fault.why, fix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from finetune.data.row_tokens import encode
@@ -12,22 +11,13 @@ from finetune.data.rows import Row
 from finetune.data.tokenise import prompt_ids
 from finetune.errors import UserError
 from finetune.evaluation.items import Item, Message, item_from_row
-from finetune.evaluation.raw_prompts import encode_raw, raw_text
+from finetune.evaluation.raw_prompts import Prompt, encode_raw, raw_text
 from finetune.evaluation.suite import FewShotSection, Suite
 
+__all__ = ["ARMS", "Arm", "Prompt", "arm_messages", "build_prompts", "few_shot_examples", "system_of"]
 Arm = Literal["zero_shot", "few_shot", "tuned"]
 ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "tuned")
 _FAULTS_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The rendered text and its token ids, up to where the answer begins. `lead` of the ids stand before the text's own
-    (a BOS that the template does not write)."""
-
-    text: str
-    ids: list[int]
-    lead: int = 0
 
 
 def build_prompts(

@@ -1,14 +1,25 @@
-"""Prompts without a chat template, for base models: the text itself, with examples as earlier text."""
+"""What a prompt is; and prompts without a chat template, for base models: the text itself, with examples as earlier text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.row_tokens import encode
 from finetune.errors import UserError
 from finetune.evaluation.item_source import RawSection
 from finetune.evaluation.items import Item
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The rendered text and its token ids, up to where the answer begins. `lead` of the ids stand before the text's own
+    (a BOS that the template does not write)."""
+
+    text: str
+    ids: list[int]
+    lead: int = 0
 
 
 def raw_text(item: Item, raw: RawSection, *, system: str | None = None, shown: Sequence[Item] = ()) -> str:

@@ -29,13 +29,6 @@ primary_metric: text_match
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def _jsonl(folder: Path, split: str, lines: list[dict[str, str]]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -90,6 +83,13 @@ def test_a_suite_asks_one_split_and_shows_another(tmp_path: Path) -> None:
     assert [row.messages[0]["content"] for row in data.few_shot_rows][:2] == ["shown 0", "shown 1"]
 
 
+def test_records_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "test.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
+    with pytest.raises(UserError, match=r"test\.jsonl:2"):
+        hub_records(_section("ds"), "test", where="suite.yaml", folder=tmp_path)
+
+
 def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
     _jsonl(tmp_path / "ds", "test", _rows("q"))
     with pytest.raises(UserError, match="no split 'tset'") as caught:
@@ -98,9 +98,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_without_a_network_the_remedy_is_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"owner/nothing at revision v1\.0, split 'test', cannot be read"
-    ) as caught:
+    with pytest.raises(UserError, match=r"owner/nothing at revision v1\.0 cannot be fetched") as caught:
         hub_records(_section("owner/nothing"), "test", where="suite.yaml", folder=tmp_path)
     assert "name its folder as items.hub" in str(caught.value)
     assert "HF_HUB_OFFLINE" in str(caught.value)

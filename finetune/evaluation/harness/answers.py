@@ -13,8 +13,7 @@ from finetune.evaluation.harness.definition import aggregation_name
 from finetune.evaluation.harness.model import HarnessModel, decoding_of
 from finetune.evaluation.harness.questions import Question
 from finetune.evaluation.items import Item
-from finetune.evaluation.prompts import Prompt
-from finetune.evaluation.raw_prompts import encode_raw
+from finetune.evaluation.raw_prompts import Prompt, encode_raw
 
 # Documents that are asked together: what an interrupted run has to repeat at most.
 _DOCUMENTS_AT_ONCE = 128

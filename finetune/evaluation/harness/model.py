@@ -18,9 +18,8 @@ from finetune.errors import UserError
 from finetune.evaluation.generate import Completion
 from finetune.evaluation.harness.questions import ChatContext
 from finetune.evaluation.likelihood import Likelihood, Request
-from finetune.evaluation.prompts import Prompt
-from finetune.evaluation.raw_prompts import encode_raw
-from finetune.evaluation.suite import DecodingSection
+from finetune.evaluation.raw_prompts import Prompt, encode_raw
+from finetune.evaluation.suite_sections import DecodingSection
 
 DEFAULT_WINDOW_TOKENS = 2048  # the harness's own, for models that do not tell their limit
 _DEFAULT_ANSWER_TOKENS = 256

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from finetune.errors import Fault, UserError
 from finetune.evaluation.harness.definition import TaskDefinition, define
-from finetune.evaluation.suite import ScorerSection, Suite
+from finetune.evaluation.suite_schema import Suite
+from finetune.evaluation.suite_sections import ScorerSection
 
 PREFIXES = ("lm_eval:", "lm_eval-")
 
