@@ -14,7 +14,7 @@ from typing import IO
 from finetune.data.read.files import SourceFile
 from finetune.data.read.json_line import parse_object
 from finetune.data.read.record import Record, Reject, RowError, reject
-from finetune.data.read.streams import BREAKS, CHUNK_BYTES, UTF8_BOM, open_plain, text_stream
+from finetune.data.read.streams import BREAKS, CHUNK_BYTES, UTF8_BOM, open_plain, read_some, text_stream
 
 MAX_ROW_BYTES = 1 << 25
 # Keys under which documents keep their rows; any other object at the top is itself a row.
@@ -24,6 +24,7 @@ _TOKEN = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*("?)|[{}\[\]]', re.DOTALL)
 _NOWHERE = 1 << 30  # no row can begin: between the keys beside the rows
 _CLOSES = {ord("}"): ord("{"), ord("]"): ord("[")}
 _BETWEEN = b" \t\r\n,"
+_NO_JUNK = _BETWEEN + UTF8_BOM
 _QUOTE, _OBJECT, _ARRAY = ord('"'), ord("{"), ord("[")
 
 
@@ -58,8 +59,9 @@ def _record(name: str, line: int, byte: int | None, raw: bytes) -> Record | Reje
 
 
 def _chunks(stream: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """The document in UTF-8, piece by piece."""
     if encoding == "utf-8":
-        while chunk := stream.read(CHUNK_BYTES):
+        while chunk := read_some(stream, CHUNK_BYTES):
             yield chunk
         return
     decoded = text_stream(stream, encoding)
@@ -84,7 +86,6 @@ class _Scanner:
         self._free = 0  # end of the last row or bracket: what follows belongs to no row
         self._key: tuple[int, int] | None = None  # the last string of an object at the top
         self._counted = (0, 1)  # an offset and its line
-        self._started = False
         self._ended = False
 
     @property
@@ -124,15 +125,6 @@ class _Scanner:
             yield from self._junk(len(self._buffer))
 
     def _take(self, chunk: bytes) -> None:
-        if not self._started:
-            chunk = self._buffer + chunk
-            self._buffer = b""
-            if len(chunk) < len(UTF8_BOM) and UTF8_BOM.startswith(chunk):
-                self._buffer = chunk
-                return
-            self._started = True
-            if chunk.startswith(UTF8_BOM):
-                self._base, chunk = len(UTF8_BOM), chunk.removeprefix(UTF8_BOM)
         if self._depth == _NOWHERE:
             self._free = self._at
         keep = min(self._row if self._row is not None else self._at, self._free, self._at)
@@ -217,7 +209,7 @@ class _Scanner:
         if self._depth == _NOWHERE:
             return
         between = self._buffer[start:end]
-        if content := between.strip(_BETWEEN):
+        if content := between.strip(_NO_JUNK):
             at = start + between.index(content)
             yield self._line_of(at), self._base + at, content
 

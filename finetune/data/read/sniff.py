@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import orjson
 
-from finetune.data.read.streams import BREAKS, CHUNK_BYTES, compression_of, open_file, open_plain
+from finetune.data.read.streams import BREAKS, CHUNK_BYTES, compression_of, open_file, open_plain, read_some
 from finetune.data.spec_source import Format, RowsSource
 from finetune.errors import UserError, did_you_mean
 
@@ -124,7 +124,7 @@ def read_head(path: Path) -> tuple[bytes, str]:
     parts: list[bytes] = []
     with open_plain(path, compression) as plain:
         try:
-            while sum(map(len, parts)) < HEAD_BYTES and (part := plain.read(HEAD_BYTES // 8)):
+            while sum(map(len, parts)) < HEAD_BYTES and (part := read_some(plain, HEAD_BYTES)):
                 parts.append(part)
         except BREAKS:
             pass  # the reader of the rows reports where it breaks off
@@ -193,7 +193,7 @@ def _eight_bit(path: Path, compression: str) -> str:
     faulty = False
     with open_plain(path, compression) as stream:
         try:
-            while chunk := stream.read(CHUNK_BYTES):
+            while chunk := read_some(stream, CHUNK_BYTES):
                 if chunk.isascii() and not decoder.getstate()[0]:
                     continue
                 text = decoder.decode(chunk)
@@ -208,7 +208,7 @@ def _eight_bit(path: Path, compression: str) -> str:
 
 def _text_format(path: Path, head: str) -> tuple[Format, str]:
     named = format_of_name(path.name)
-    if named in ("csv", "tsv", "text"):
+    if named not in (None, "jsonl", "json"):
         return named, "its name says so"
     start = head.lstrip()[:1]
     if named is not None or start in ("{", "["):

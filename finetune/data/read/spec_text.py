@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.read.inspect import Inspection
+from finetune.data.read.row_maker import columns_in
 from finetune.data.spec_source import FilesSource, HubSource, RowsSource
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.@/-]*")
@@ -79,7 +80,7 @@ def _seen_from(folder: Path, file: str) -> str:
 
 def _hints(found: Inspection) -> Iterator[str]:
     """Columns that could be the group or tags of the rows; both are choices, so they are shown and not made."""
-    mapped = " ".join(found.chosen.source.columns.values())
+    mapped = {column for said in found.chosen.source.columns.values() for column in columns_in(said)}
     free = {
         key: values
         for key, values in found.columns.items()
@@ -100,7 +101,7 @@ def _is_group(key: str, values: Counter[str], n_rows: int) -> bool:
     return (
         bool(_GROUP_NAME.search(key))
         and repeated
-        and len(values) >= 2
+        and len(values) >= _SMALL
         and sum(values.values()) >= min(0.9 * n_rows, 900)
     )
 

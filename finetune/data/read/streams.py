@@ -57,6 +57,11 @@ def open_plain(path: Path, compression: str) -> IO[bytes]:
     return io.BufferedReader(_Zstandard(stream), CHUNK_BYTES)
 
 
+def read_some(stream: IO[bytes], n_bytes: int) -> bytes:
+    """Up to `n_bytes`, b"" at the end: what is there already, before a break further on is noticed."""
+    return cast("io.BufferedReader", stream).read1(n_bytes)
+
+
 class _Zstandard(io.RawIOBase):
     """Zstandard frames one after another. The reader of the library ends in silence where a file was cut; this raises."""
 

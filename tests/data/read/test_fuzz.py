@@ -122,8 +122,12 @@ def outcome(path: Path) -> tuple[list[Row], list[Reject]] | None:
 
 def whole_lines(good: bytes, bad: bytes) -> list[bytes]:
     """The lines of the good file, without its header if it has one, that the broken one still has."""
-    known = {line.removesuffix(b"\r") for line in good.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()}
-    return [line for line in bad.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.removesuffix(b"\r") in known]
+    known = {
+        line.removesuffix(b"\r") for line in good.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()
+    }
+    return [
+        line for line in bad.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.removesuffix(b"\r") in known
+    ]
 
 
 def fuzz(written: Callable[..., str], tmp_path: Path, form: str, n_files: int, seed: str = "") -> int:
@@ -135,7 +139,10 @@ def fuzz(written: Callable[..., str], tmp_path: Path, form: str, n_files: int, s
     row_of = (
         dict(
             zip(
-                (line.removesuffix(b"\r") for line in good.removeprefix(b"\xef\xbb\xbf").split(b"\n")[-13:-1]),
+                (
+                    line.removesuffix(b"\r")
+                    for line in good.removeprefix(b"\xef\xbb\xbf").split(b"\n")[-13:-1]
+                ),
                 known[0],
                 strict=True,
             )
