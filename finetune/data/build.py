@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.data.questions import read_questions
 from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec import DatasetSpec
 from finetune.data.stages.assemble import ASSIGNMENT, MANIFEST, Plan, make_build
@@ -161,12 +162,17 @@ def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
             gather_pinned(spec.split.pinned, spec.sources[0], spec_folder, loaded.where("split.pinned"))
         )
     frozen_path = None if spec.split.frozen_from is None else spec_folder / spec.split.frozen_from
+    questions = [
+        read_questions(file, spec_folder, loaded.where("split.guard.files"))
+        for file in spec.split.guard.files
+    ]
     decided_by = {
         "spec": spec.model_dump(mode="json"),
         "inputs": [given.describe() for given in inputs],
         "frozen": None
         if frozen_path is None
         else _digest_named(frozen_path, loaded.where("split.frozen_from")),
+        "questions": [one.digest for one in questions],
         "code": code,
         "format": 1,
     }
@@ -176,6 +182,7 @@ def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
         code=code,
         inputs=inputs,
         frozen={} if frozen_path is None else read_assignment(frozen_path),
+        questions=questions,
         where=loaded.where,
     )
 

@@ -10,7 +10,9 @@ from finetune.data.build import DatasetBuild
 from finetune.data.leaks import Leak, SideFile, count_ledger, find_leaks, read_side, table_of
 from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec_split import GuardSection
+from finetune.data.stages.assemble import WORDING
 from finetune.data.stages.write import LEDGER, side_file
+from finetune.data.wording import SharedWording
 from finetune.errors import Fault
 
 _LEAKS_SHOWN = 20
@@ -71,7 +73,8 @@ def check_build(build: DatasetBuild, on_progress: Progress = lambda share: None)
     table, side_of = table_of(build.folder, files)
     guard = GuardSection(**manifest["guard"]) if "guard" in manifest else None
     tags = [*(manifest.get("unique_by") or []), *(manifest.get("unite_by") or [])]
-    leaks = find_leaks(table, side_of, tags, guard, lambda share: on_progress(0.5 + share / 2))
+    wording = SharedWording.read(build.folder / WORDING)
+    leaks = find_leaks(table, side_of, tags, guard, wording, lambda share: on_progress(0.5 + share / 2))
     table.lines.close()
     on_progress(1.0)
     return CheckResult(build.folder, {side: files[side].rows for side in SIDES}, leaks, damage)

@@ -17,11 +17,12 @@ import pyarrow as pa
 from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec_split import GuardSection
 from finetune.data.stages.digests import SideHasher
-from finetune.data.stages.guard import near_pairs
+from finetune.data.stages.guard import Pairs, near_pairs, quotes
 from finetune.data.stages.parts import KEYS, ROWS_A_BATCH, KeyColumns, parse_line
 from finetune.data.stages.sides import SideCodes
 from finetune.data.stages.table import Codes, RowTable
 from finetune.data.stages.write import side_file
+from finetune.data.wording import NO_WORDING, SharedWording
 from finetune.errors import UserError
 
 
@@ -29,7 +30,8 @@ from finetune.errors import UserError
 class Leak:
     """Two rows on different sides that share what must be on one side only.
 
-    `kind` is exact (the same prompt), group, near (questions that are near duplicates) or the name of a tag.
+    `kind` is exact (the same prompt), group, near (questions that are near duplicates), ngram (a row that holds what
+    another asks) or the name of a tag.
     """
 
     kind: str
@@ -104,12 +106,13 @@ def find_leaks(
     side: SideCodes,
     tags: Sequence[str] = (),
     guard: GuardSection | None = None,
+    wording: SharedWording = NO_WORDING,
     on_progress: Progress = lambda share: None,
 ) -> dict[str, list[Leak]]:
-    """Kind -> leaks: 'exact' (same folded prompt), 'group', each of `tags`, and 'near' unless the guard leaves it out.
+    """Kind -> leaks: 'exact' (same folded prompt), 'group', each of `tags`, and 'near' and 'ngram' as the guard says.
 
     One leak is reported for each shared key and pair of sides, with one row of each side as the witness; of near
-    duplicates every verified pair that was found.
+    duplicates every verified pair that was found; of rows that quote a question one pair for each such row.
     """
     found = {
         "exact": _shared(table, side, "exact", table.prompt.codes, None),
@@ -117,15 +120,15 @@ def find_leaks(
     }
     for tag in tags:
         found[tag] = _shared(table, side, tag, table.tag(tag).codes, table.tag(tag).values)
+    rows = np.arange(len(table))
     if guard is not None and guard.near_duplicates is not None:
-        rows = np.arange(len(table))
-        leaks = near_pairs(table, side, rows, guard.near_duplicates, on_progress).across(side)
-        found["near"] = [
-            _leak(table, side, "near", f"Jaccard {jaccard:.2f}", first, second)
-            for first, second, jaccard in zip(
-                leaks.first.tolist(), leaks.second.tolist(), leaks.jaccard.tolist(), strict=True
-            )
-        ]
+        pairs = near_pairs(
+            table, side, rows, guard.near_duplicates, wording, lambda share: on_progress(share / 2)
+        )
+        found["near"] = _leaks_of(table, side, "near", "Jaccard", pairs.across(side))
+    if guard is not None and guard.counts_ngrams:
+        pairs = quotes(table, side, rows, guard, wording, lambda share: on_progress(0.5 + share / 2))
+        found["ngram"] = _leaks_of(table, side, "ngram", "coverage", pairs)
     return found
 
 
@@ -141,6 +144,13 @@ def _shared(table: RowTable, side: SideCodes, kind: str, codes: Codes, names: pa
         name = str(names[int(keys[place])]) if names is not None else _prompt(table, witnesses[0])
         leaks += [_leak(table, side, kind, name, one, other) for one, other in combinations(witnesses, 2)]
     return leaks
+
+
+def _leaks_of(table: RowTable, side: SideCodes, kind: str, measure: str, pairs: Pairs) -> list[Leak]:
+    listed = zip(pairs.first.tolist(), pairs.second.tolist(), pairs.similarity.tolist(), strict=True)
+    return [
+        _leak(table, side, kind, f"{measure} {value:.2f}", first, second) for first, second, value in listed
+    ]
 
 
 def _prompt(table: RowTable, row: int) -> str:

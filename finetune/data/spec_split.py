@@ -40,6 +40,14 @@ class GuardSection(Section):
         "them are dropped.",
     )
 
+    @property
+    def counts_ngrams(self) -> bool:
+        return self.ngram is not None or self.any_ngram is not None
+
+    @property
+    def is_on(self) -> bool:
+        return self.near_duplicates is not None or self.counts_ngrams
+
 
 class SplitSection(Section):
     """Which side a group falls on."""

@@ -92,7 +92,7 @@ def test_show_refuses_what_is_not_there(
 def test_check_finds_no_leak_in_a_build(spec: Path) -> None:
     folder = build(spec)
     assert "no leaks between train (" in call("check", folder).stdout
-    assert json.loads(call("check", folder, "--json").stdout)["leaks"] == {"exact": 0, "group": 0, "near": 0}
+    assert json.loads(call("check", folder, "--json").stdout)["leaks"] == {"exact": 0, "group": 0, "near": 0, "ngram": 0}
 
 
 def test_check_exits_2_with_the_pairs_when_a_row_is_on_two_sides(spec: Path) -> None:

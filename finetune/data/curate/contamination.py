@@ -48,14 +48,16 @@ class Contamination:
 
 
 def find_contamination(
-    texts: Texts, against: Texts, *, n: int = 13, workers: int | None = None
+    texts: Texts, against: Texts, *, n: int = 13, without_own_wording: bool = True, workers: int | None = None
 ) -> Contamination:
     """How much of each text and of each item of `against` is in the other, by runs of `n` words.
 
     Words are folded as for near duplicates; in scripts without spaces the runs are of characters. Usual rules: any common
     13-gram, or an item coverage of at least one half by 8-grams (there a common phrase alone proves nothing).
+    `without_own_wording` leaves out n-grams that more than a tenth of the items have, so that the verdict on a row
+    depends on the other items too.
     """
-    index = _Index(against, n)
+    index = _Index(against, n, without_own_wording)
     parts = list(map_ordered(lambda batch: index.look_up(batch[1]), batches(texts), workers))
     empty = np.empty(0)
     return Contamination(
@@ -70,13 +72,14 @@ def find_contamination(
 class _Index:
     """The n-grams of all items: sorted, each with the items that have it."""
 
-    def __init__(self, items: Texts, n: int) -> None:
+    def __init__(self, items: Texts, n: int, without_own_wording: bool) -> None:
         self._n = n
         grams, item_of, short, tokens = _all_grams(items, n)
         self.too_short = np.flatnonzero(short)
         self._n_tokens = tokens
         distinct, which, n_items = _count_items(grams, item_of)
         is_own = n_items > max(_OWN_WORDING_ITEMS, _OWN_WORDING_SHARE * len(items))
+        is_own &= without_own_wording
         self.own_wording = int(is_own.sum())
         kept = ~is_own[which]
         grams, item_of = grams[kept], item_of[kept]

@@ -22,13 +22,22 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from finetune.data.questions import Questions
 from finetune.data.read import Reject, check_reject_rate
 from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec import DatasetSpec
 from finetune.data.spec_source import HomeIntentsSource
-from finetune.data.spec_split import SplitSection
+from finetune.data.spec_split import GuardSection, SplitSection
 from finetune.data.stages.choose import choose
-from finetune.data.stages.guard import NEAR, find_losers
+from finetune.data.stages.guard import (
+    IN_FILE,
+    NEAR,
+    NGRAM,
+    lose_near,
+    lose_quotes,
+    shared_wording,
+    train_overlaps,
+)
 from finetune.data.stages.parts import QUARANTINED, iter_entries
 from finetune.data.stages.read import Input, Piece, ReadPart, read_pieces
 from finetune.data.stages.runner import Runner
@@ -43,15 +52,18 @@ from finetune.data.stages.settle import (
     tag_reason,
 )
 from finetune.data.stages.sides import SideCodes, assign_sides, write_assignment
-from finetune.data.stages.table import RowTable
+from finetune.data.stages.table import Ints, RowTable
 from finetune.data.stages.work import WorkFolder
 from finetune.data.stages.write import write_ledger, write_sides
+from finetune.data.wording import NO_WORDING, SharedWording
 from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.paths import write_json
 
 MANIFEST = "manifest.json"
 ASSIGNMENT = "assignment.json"
+WORDING = "wording.json"
+EVALUATION: tuple[Side, ...] = SIDES[1:]
 _REJECTS_SHOWN = 5
 # Where each stage begins in the whole, by the time that a million rows take.
 _SHARES = {"read": 0.0, "guard": 0.6, "write": 0.9}
@@ -66,6 +78,7 @@ class Plan:
     code: str
     inputs: Sequence[Input]
     frozen: Mapping[str, Side]
+    questions: Sequence[Questions]
     where: Any
 
 
@@ -90,8 +103,7 @@ def make_build(
     group_sides, side = _sides(table, spec.split, plan.frozen, verdicts, units)
     links = links_of(table, spec.split, None if units is None else units[table.group.codes].astype(np.int32))
     settle(table, side, links, verdicts)
-    _guard(table, side, spec.split, verdicts, work, _part_of(on_progress, "guard", "write"))
-    chosen = choose(table, side, spec.select, spec.seed, verdicts, spec.weights)
+    chosen = _choose_apart(table, side, plan, verdicts, work, _part_of(on_progress, "guard", "write"))
     _require_train(chosen, plan.where("split"))
     leaks = shared_keys(side, links, verdicts.kept)
     if any(leaks.values()):
@@ -167,20 +179,80 @@ def _ranked(table: RowTable, tag: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ranks[values.codes]
 
 
-def _guard(
+def _choose_apart(
     table: RowTable,
     side: SideCodes,
-    split: SplitSection,
+    plan: Plan,
     verdicts: Verdicts,
     work: WorkFolder,
     on_progress: Progress,
-) -> None:
-    def find() -> dict[str, Any]:
-        lost, cause = find_losers(table, side, verdicts.kept, split.guard, on_progress)
-        return {"lost": lost, "cause": cause}
+) -> dict[Side, Ints]:
+    """The rows that are used, none of them near to or quoting what another side asks.
 
-    found = work.remembered("guard", find)
-    verdicts.drop(NEAR, found["lost"], found["cause"], side[found["cause"]])
+    Evaluation rows are chosen before train rows are compared with them, so that no train row goes because of a question
+    that is not asked.
+    """
+    spec, guard = plan.spec, plan.spec.split.guard
+    wording = shared_wording(table, verdicts.kept) if guard.is_on else NO_WORDING
+    if wording:
+        wording.write(work.out / WORDING)
+    chosen: dict[Side, Ints] = {}
+    for phase, sides, low, high in (("evaluation", EVALUATION, 0.0, 0.2), ("train", SIDES[:1], 0.2, 1.0)):
+        rows = verdicts.kept
+        if phase == "evaluation":
+            rows = rows[side[rows] != SIDES.index("train")]
+        _guard(table, side, rows, guard, wording, verdicts, work, phase, _slice(on_progress, low, high))
+        if phase == "train":
+            _drop_quotes_of(plan.questions, table, side, guard, wording, verdicts)
+        chosen |= choose(table, side, spec.select, spec.seed, verdicts, spec.weights, of=sides)
+    on_progress(1.0)
+    return chosen
+
+
+def _guard(
+    table: RowTable,
+    side: SideCodes,
+    rows: Ints,
+    section: GuardSection,
+    wording: SharedWording,
+    verdicts: Verdicts,
+    work: WorkFolder,
+    phase: str,
+    on_progress: Progress,
+) -> None:
+    """Drop what is on two sides of `rows` although no key shows it."""
+    threshold = section.near_duplicates
+    if threshold is not None:
+        near_to = _slice(on_progress, 0.0, 0.5)
+        lost = work.remembered(
+            f"near-{phase}", lambda: vars(lose_near(table, side, rows, threshold, wording, near_to))
+        )
+        verdicts.drop(NEAR, lost["rows"], lost["cause"], side[lost["cause"]])
+        rows = np.setdiff1d(rows, lost["rows"])
+    if section.counts_ngrams:
+        quotes_to = _slice(on_progress, 0.5, 1.0)
+        lost = work.remembered(
+            f"quotes-{phase}", lambda: vars(lose_quotes(table, side, rows, section, wording, quotes_to))
+        )
+        verdicts.drop(NGRAM, lost["rows"], lost["cause"], side[lost["cause"]])
+
+
+def _drop_quotes_of(
+    evaluations: Sequence[Questions],
+    table: RowTable,
+    side: SideCodes,
+    section: GuardSection,
+    wording: SharedWording,
+    verdicts: Verdicts,
+) -> None:
+    """Drop train rows that hold what another evaluation asks."""
+    for questions in evaluations:
+        kept = verdicts.kept
+        train = kept[side[kept] == SIDES.index("train")]
+        found = train_overlaps(table, train, questions, section, wording)
+        verdicts.drop(IN_FILE, train[found.rows])
+        named = zip(train[found.rows].tolist(), found.items.tolist(), strict=True)
+        verdicts.because_of |= {row: questions.ids[item] for row, item in named}
 
 
 def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
@@ -248,11 +320,14 @@ def _leak_counts(leaks: Mapping[str, int], split: SplitSection) -> dict[str, int
     named = {"exact": leaks[PROMPT], "group": leaks[GROUP]}
     named |= {tag: leaks[tag_reason(tag)] for tag in split.unique_tags}
     named |= dict.fromkeys(split.unite_tags, leaks.get(UNITED, 0))
-    return named | ({"near": 0} if split.guard.near_duplicates is not None else {})
+    named |= {"near": 0} if split.guard.near_duplicates is not None else {}
+    return named | ({"ngram": 0} if split.guard.counts_ngrams else {})
 
 
 def _part_of(on_progress: Progress, start: str, stop: str | None) -> Progress:
     """Progress of one stage as progress of the whole."""
-    low = _SHARES[start]
-    high = _SHARES[stop] if stop is not None else 1.0
+    return _slice(on_progress, _SHARES[start], _SHARES[stop] if stop is not None else 1.0)
+
+
+def _slice(on_progress: Progress, low: float, high: float) -> Progress:
     return lambda share: on_progress(low + share * (high - low))

@@ -31,8 +31,10 @@ def choose(
     seed: int,
     verdicts: Verdicts,
     weights: Sequence[float] | None = None,
+    *,
+    of: Sequence[Side] = SIDES,
 ) -> dict[Side, Ints]:
-    """The rows of each side that are used, in seeded order; the others are dropped as over a limit or over a weight.
+    """The rows of each side in `of` that are used, in seeded order; the others are dropped as over a limit or over a weight.
 
     When `rows` is binding, rows are dealt one at a time: the value of `balance_by` with the fewest rows, relative to
     its number of groups to the power `balance_power`, is next; within it the groups take turns. weights: of the sources
@@ -41,8 +43,8 @@ def choose(
     """
     kept = verdicts.kept
     chosen: dict[Side, Ints] = {}
-    for code, name in enumerate(SIDES):
-        rows = _in_seeded_order(table, kept[side[kept] == code], seed)
+    for name in of:
+        rows = _in_seeded_order(table, kept[side[kept] == SIDES.index(name)], seed)
         if name == "train" and weights is not None:
             used = _mix(table, rows, weights, select, seed, verdicts)
         else:

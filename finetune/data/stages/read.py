@@ -45,17 +45,37 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A file, or a range of one."""
+
+    file: SourceFile
+    within: Range | None
+    digest: str  # of the whole file
+
+    @property
+    def n_bytes(self) -> int:
+        return self.file.size_bytes if self.within is None else self.within.stop - self.within.start
+
+    def decided_by(self) -> list[Any]:
+        """What tells it from any other."""
+        bounds = None if self.within is None else [self.within.start, self.within.stop]
+        return [self.file.name, self.digest, bounds]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What is read at one go, by a worker that knows nothing else."""
+    """What is read at one go, by a worker that knows nothing else: some spans, or none where a source makes its rows."""
 
     key: str
     origin: int
     source: Source
-    file: SourceFile | None
-    within: Range | None
+    spans: tuple[Span, ...]
     seed: int
     pinned: bool
-    n_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(span.n_bytes for span in self.spans) or _SMALL_BYTES_OF_OWN_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +103,30 @@ def gather_pinned(file: str, like: Source, spec_folder: Path, where: str) -> Inp
 
 
 def pieces_of(given: Input, seed: int, code: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The pieces of a source, in the order of its rows."""
+    """The pieces of a source, in the order of its rows, each of about `piece_bytes`: big files are divided where they
+    can be, small ones are put together."""
     section = given.source.model_dump(mode="json", exclude=set(_UNREAD))
+    decided_by = {"source": section, "seed": seed, "pinned": given.pinned, "code": code}
+
+    def piece(spans: list[Span]) -> Piece:
+        own = [span.decided_by() for span in spans] or given.describe()
+        key = digest_json({**decided_by, "spans": own})[:24]
+        return Piece(key, given.origin, given.source, tuple(spans), seed, given.pinned)
+
     if not given.files:
-        key = digest_json({"source": section, "seed": seed, "is": given.describe(), "code": code})[:24]
-        yield Piece(key, given.origin, given.source, None, None, seed, given.pinned, _SMALL_BYTES_OF_OWN_ROWS)
-        return
+        yield piece([])
+    waiting: list[Span] = []
+    waiting_bytes = 0
     for file, digest in given.files:
         for within in [None] if given.pinned else split_ranges(file, piece_bytes):
-            bounds = None if within is None else [within.start, within.stop]
-            decided_by = {
-                "source": section,
-                "pinned": given.pinned,
-                "name": file.name,
-                "file": digest,
-                "bytes": bounds,
-                "code": code,
-            }
-            n_bytes = file.size_bytes if within is None else within.stop - within.start
-            yield Piece(
-                digest_json(decided_by)[:24],
-                given.origin,
-                given.source,
-                file,
-                within,
-                seed,
-                given.pinned,
-                n_bytes,
-            )
+            span = Span(file, within, digest)
+            if waiting and waiting_bytes + span.n_bytes > piece_bytes:
+                yield piece(waiting)
+                waiting, waiting_bytes = [], 0
+            waiting.append(span)
+            waiting_bytes += span.n_bytes
+    if waiting:
+        yield piece(waiting)
 
 
 def read_pieces(
@@ -140,19 +156,19 @@ def read_piece(task: ReadTask) -> str:
     """Read one piece into a part; returns its key."""
     piece = task.piece
     with PartWriter(task.folder / piece.key) as part:
-        if piece.file is None:
+        for span in piece.spans:
+            _read_span(piece, span, part)
+        if not piece.spans:
             _make_rows(piece, part, task.on_progress or _nobody)
-        else:
-            _read_file(piece, piece.file, part)
     return piece.key
 
 
-def _read_file(piece: Piece, file: SourceFile, part: PartWriter) -> None:
+def _read_span(piece: Piece, span: Span, part: PartWriter) -> None:
     assert isinstance(piece.source, FilesSource)
     rows = (
-        iter_pinned_rows(file, piece.source, part.ignored_keys)
+        iter_pinned_rows(span.file, piece.source, part.ignored_keys)
         if piece.pinned
-        else iter_rows(file, piece.source, within=piece.within, ignored_keys=part.ignored_keys)
+        else iter_rows(span.file, piece.source, within=span.within, ignored_keys=part.ignored_keys)
     )
     for found in rows:
         part.read += 1

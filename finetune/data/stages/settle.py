@@ -40,7 +40,7 @@ class Verdicts:
     """What became of every row of a table: kept, or dropped with a reason and, where there is one, the cause.
 
     cause: the row because of which a row was dropped, -1 where no single row is known. other_side: the side that keeps
-    what they share, -1 where there is none.
+    what they share, -1 where there is none. because_of: a cause that is no row, by the row that was dropped.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -48,6 +48,7 @@ class Verdicts:
         self.reason = np.full(n_rows, -1, np.int16)
         self.cause = np.full(n_rows, -1, np.int64)
         self.other_side = np.full(n_rows, -1, np.int8)
+        self.because_of: dict[int, str] = {}
 
     def drop(
         self, reason: str, rows: Ints, cause: Ints | None = None, other_side: SideCodes | None = None

@@ -7,6 +7,7 @@ equal, -1 where a row has none.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ from finetune.data.stages.parts import KEYS, ROWS, parse_line, read_keys
 
 Ints = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.int32]
+_MOST_OPEN_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,27 @@ class Coded:
 
 
 class Lines:
-    """Lines of files on disk by file, offset and length; files are opened when first read."""
+    """Lines of files on disk by file, offset and length, for any number of files and several threads."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
         self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     def read(self, file: int, offset: int, length: int) -> bytes:
-        descriptor = self._open.get(file)
-        if descriptor is None:
-            descriptor = self._open[file] = os.open(self._files[file], os.O_RDONLY)
-        return os.pread(descriptor, length, offset)
+        with self._lock:
+            descriptor = self._open.get(file)
+            if descriptor is None:
+                if len(self._open) >= _MOST_OPEN_FILES:
+                    os.close(self._open.pop(next(iter(self._open))))
+                descriptor = self._open[file] = os.open(self._files[file], os.O_RDONLY)
+            return os.pread(descriptor, length, offset)
 
     def close(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
 
 
 @dataclass

@@ -112,6 +112,8 @@ def _dropped_lines(table: RowTable, side: Any, verdicts: Verdicts) -> Iterator[b
                 entry["other_side"] = SIDES[verdicts.other_side[row]]
             if verdicts.cause[row] >= 0:
                 entry["because_of"] = cause
+            elif row in verdicts.because_of:
+                entry["because_of"] = verdicts.because_of[row]
             yield json_line(entry) + b"\n"
 
 
