@@ -1,4 +1,4 @@
-"""`finetune data inspect | build | show | check`: look at files, build them, look at tokens, prove that nothing leaks."""
+"""`finetune data inspect | build | show | check | consistency | lengths | review`: files, builds, tokens, proofs, forms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from finetune.cli.data_consistency import consistency
 from finetune.cli.data_inspect import inspect
+from finetune.cli.data_lengths import lengths
+from finetune.cli.data_review import review
 from finetune.cli.output import JsonFlag, emit
 from finetune.cli.progress import progress_bar
 
@@ -111,6 +114,10 @@ def check(
         raise typer.Exit(ExitCode.USER_ERROR)
 
 
+for _command in (consistency, lengths, review):
+    app.command()(_command)
+
+
 def _build(spec: str, builds: Path | None) -> DatasetBuild:
     from finetune.data.build import build_dataset, default_builds_root
     from finetune.paths import find_declarative
@@ -159,6 +166,21 @@ def _token_table(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> dict[str,
     }
 
 
+def _pieces(tokenised: TokenisedRow, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Each token's text and whether it is a target; tokens that make up one character only together are one piece."""
+    held: list[int] = []
+    for index, token in enumerate(tokenised.input_ids):
+        held.append(token)
+        is_target = tokenised.labels[index] == token
+        text = tokenizer.decode(held)
+        goes_on = index + 1 < len(tokenised.labels) and is_target == (
+            tokenised.labels[index + 1] == tokenised.input_ids[index + 1]
+        )
+        if not (text.endswith("\ufffd") and goes_on and len(held) < 4):
+            yield text, is_target
+            held = []
+
+
 def _coloured(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> Iterator[Text]:
     """Text from rows and models is appended as it is, never read as markup."""
     from rich.text import Text
@@ -167,11 +189,8 @@ def _coloured(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> Iterator[Tex
         f"row {row.id} ({row.source}): {len(tokenised.input_ids)} tokens, {tokenised.n_targets} targets"
     )
     line = Text()
-    for token, label in zip(tokenised.input_ids, tokenised.labels, strict=True):
-        text = tokenizer.decode([token])
-        line.append(
-            text.replace("\n", "⏎\n") or "∅", style="bold black on green" if label == token else "dim"
-        )
+    for text, is_target in _pieces(tokenised, tokenizer):
+        line.append(text.replace("\n", "⏎\n") or "∅", style="bold black on green" if is_target else "dim")
         line.append("" if text.endswith("\n") else "|", style="dim")
     yield line
     for number, span in enumerate(_spans(tokenised, tokenizer)):
