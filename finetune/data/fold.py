@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 # ASCII in lower case, with all white space that `str.split` knows as spaces.
 _FOLDED = bytes(
     32 if 9 <= value <= 13 or 28 <= value <= 31 else value for value in range(128)
