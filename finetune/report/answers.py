@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
 from finetune.report.comparison import Comparison
-from finetune.report.numbers import arm_name, finite, significant, whole
+from finetune.report.numbers import arm_name, finite, significant, whole, words
 from finetune.report.read import Arm, Record, RunFiles, as_dict, as_text
 from finetune.report.untrusted import against_reference, untrusted
 
 SHOWN = 40
+_TEXTS_SHOWN = 10
 _RIGHT = 1.0 - 1e-9
 _PROMPT_CHARACTERS = 600
 _FULL_PROMPT_CHARACTERS = 4000
@@ -37,6 +38,9 @@ OUTCOMES = (
 )
 
 
+_LESS_LIKELY = Outcome("less_likely", "Less likely", "bad", "down")
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What one arm said to one item."""
@@ -48,6 +52,7 @@ class Answer:
     score: str | None
     n_tokens: int | None
     was_cut: bool
+    is_measured: bool = False  # a likelihood, not something that the model wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,15 @@ class Reading:
     remarks: tuple[str, ...]
     missing: str | None = None
 
+    @property
+    def measures(self) -> bool:
+        """Whether the suite measures texts instead of asking for answers."""
+        return any(group.outcome is _LESS_LIKELY for group in self.groups)
+
+    @property
+    def only_broken(self) -> bool:
+        return {group.outcome.key for group in self.groups} == {"broken"}
+
 
 def read_answers(
     run: RunFiles, primary: Comparison | None, comparisons: Sequence[Comparison]
@@ -90,9 +104,11 @@ def read_answers(
     readings = []
     for suite in run.suites:
         decides = primary is not None and suite == primary.text("suite")
-        deciding = (
-            primary if decides else next((one for one in comparisons if one.text("suite") == suite), None)
-        )
+        own = [one for one in comparisons if one.text("suite") == suite and one.origin is None]
+        deciding = primary if decides else next((one for one in own if one.decides_suite), None)
+        if deciding is not None and deciding.lower_is_better:
+            readings.append(_read_texts(run, suite, deciding))
+            continue
         metric = deciding.text("metric") if deciding else _first_metric(run, suite)
         declared = as_text(run.recipe_value("eval.against")) or "few_shot"
         against = (deciding.text("baseline") if deciding else "") or declared
@@ -147,6 +163,53 @@ def _read_suite(run: RunFiles, suite: str, metric: str, against: str, *, only_br
         shared_prompt=untrusted(around, _FULL_PROMPT_CHARACTERS) if around else None,
         remarks=_remarks(baseline, tuned, n_unscored),
     )
+
+
+def _read_texts(run: RunFiles, suite: str, deciding: Comparison) -> Reading:
+    """A suite that measures texts: those that the tuned model finds less likely than before, the largest loss first."""
+    metric, against = deciding.text("metric"), deciding.text("baseline")
+    tuned, baseline = run.arm(suite, "tuned"), run.arm(suite, against)
+    if tuned is None or baseline is None:
+        return _nothing(suite, metric, against, "Both arms are needed to see which texts lost.")
+    losses = []
+    for name, record in tuned.items.items():
+        before, after = _score(baseline.items.get(name, {}), metric), _score(record, metric)
+        if before is not None and after is not None and after > before:
+            losses.append((after - before, name))
+    worst = [name for _, name in sorted(losses, key=lambda loss: (-loss[0], loss[1]))[:_TEXTS_SHOWN]]
+    arms = [arm for arm in run.arms_of(suite) if arm.items]
+    items = tuple(_text_item(name, arms, metric) for name in worst)
+    return Reading(
+        suite=suite,
+        metric=metric,
+        against=against,
+        groups=(Group(_LESS_LIKELY, len(losses), items),),
+        n_shown=len(items),
+        n_items=len(tuned.items),
+        shared_prompt=None,
+        remarks=(),
+    )
+
+
+def _text_item(name: str, arms: Sequence[Arm], metric: str) -> Item:
+    item = _item(name, arms, metric, ("", ""))
+    answers = tuple(
+        Answer(
+            arm=arm_name(arm.name),
+            text=untrusted(
+                f"{words(metric)} {significant(_score(arm.items[name], metric)) or 'not recorded'}"
+            ),
+            is_empty=False,
+            is_right=None,
+            score=None,
+            n_tokens=whole(arm.items[name].get("output_tokens")),
+            was_cut=False,
+            is_measured=True,
+        )
+        for arm in arms
+        if name in arm.items
+    )
+    return replace(item, prompt=Markup(""), full_prompt=None, answers=answers)
 
 
 def _score(record: Record, metric: str) -> float | None:

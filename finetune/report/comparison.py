@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.report.numbers import (
     NBSP,
@@ -57,6 +57,11 @@ class Comparison:
 
     record: Record
     unit: Unit
+    decides_suite: bool = False
+    guards: bool = False
+    origin: str | None = (
+        None  # the later comparison that it comes from, where that is not against the run's own base
+    )
 
     def text(self, key: str) -> str:
         return as_text(self.record.get(key)) or ""
@@ -66,7 +71,24 @@ class Comparison:
 
     @property
     def judged(self) -> Judgement:
+        """The verdict; of a suite that guards, whether a loss beyond the margin is excluded."""
+        if (
+            self.guards
+            and self.record.get("noninferiority") == "pass"
+            and self.record.get("verdict") != "improved"
+        ):
+            return judgement("pass")
         return judgement(self.record.get("verdict"))
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.record.get("higher_is_better") is False
+
+    @property
+    def margin_at(self) -> float | None:
+        """Where on the axis a loss of the margin lies."""
+        margin = self.number("margin")
+        return None if margin is None else abs(margin) if self.lower_is_better else -abs(margin)
 
     @property
     def metric(self) -> str:
@@ -74,7 +96,8 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        return arm_name(self.text("baseline"))
+        arm = arm_name(self.text("baseline"))
+        return f"{arm} of {self.origin}" if self.origin else arm
 
     @property
     def n(self) -> str | None:
@@ -95,6 +118,14 @@ class Comparison:
     @property
     def p_value(self) -> str | None:
         return p_value(self.record.get("p_value"))
+
+    @property
+    def p_adjusted(self) -> str | None:
+        """The p-value after the correction for several claims; None where it changed nothing."""
+        adjusted = self.record.get("p_adjusted")
+        if adjusted is None or adjusted == self.record.get("p_value"):
+            return None
+        return f"{p_value(adjusted)} after {words(self.text('correction'))}"
 
     @property
     def cells(self) -> dict[str, str | None]:
@@ -139,11 +170,41 @@ class Comparison:
 
 
 def read_comparisons(run: RunFiles) -> tuple[Comparison, ...]:
-    """Every comparison of comparison.json, in its order."""
-    found = []
-    for record in map(as_dict, as_list(run.comparison.get("comparisons"))):
-        if record:
-            metric = as_text(record.get("metric")) or ""
-            unit = unit_of(metric, [record.get(key) for key in ("difference", "low", "high", "margin")])
-            found.append(Comparison(record, unit))
-    return tuple(found)
+    """Every comparison of comparison.json, in its order; then those that later commands added, newest first."""
+    found = [_comparison(run, record, None) for record in _records(run.comparison)]
+    for later in reversed(run.later):
+        origin = None if later.against_base else later.name
+        known = {_key(one) for one in found}
+        new = [_comparison(run, record, origin) for record in _records(later.record)]
+        found += [one for one in new if _key(one) not in known]
+    return _with_deciding(run, found)
+
+
+def _records(comparison: Record) -> list[Record]:
+    return [record for record in map(as_dict, as_list(comparison.get("comparisons"))) if record]
+
+
+def _key(one: Comparison) -> tuple[object, ...]:
+    return (*(one.record.get(name) for name in ("suite", "metric", "baseline")), one.origin)
+
+
+def _comparison(run: RunFiles, record: Record, origin: str | None) -> Comparison:
+    metric = as_text(record.get("metric")) or ""
+    unit = unit_of(metric, [record.get(key) for key in ("difference", "low", "high", "margin")])
+    return Comparison(record, unit, guards=run.guards(as_text(record.get("suite")) or ""), origin=origin)
+
+
+def _with_deciding(run: RunFiles, found: list[Comparison]) -> tuple[Comparison, ...]:
+    """Mark one comparison a suite (and origin): its primary metric against the declared baseline, else its first."""
+    deciding: dict[tuple[str, str | None], int] = {}
+    for place, one in enumerate(found):
+        held = run.suite_records.get(one.text("suite"), {})
+        declared = one.text("metric") == held.get("primary_metric") and (
+            one.origin is not None or one.text("baseline") == held.get("against")
+        )
+        where = one.text("suite"), one.origin
+        if where not in deciding or (declared and not found[deciding[where]].decides_suite):
+            deciding[where] = place
+            found[place] = replace(one, decides_suite=declared)
+    chosen = set(deciding.values())
+    return tuple(replace(one, decides_suite=place in chosen) for place, one in enumerate(found))

@@ -12,6 +12,8 @@ from finetune.report.numbers import share, whole
 from finetune.report.scale import Scale, tick_labels
 from finetune.report.svg import forest_axis, interval_mark
 
+_POINTS = "percentage points"
+
 
 @dataclass(frozen=True, slots=True)
 class ForestRow:
@@ -21,13 +23,28 @@ class ForestRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
-    """Comparisons that share an axis."""
+class ForestGroup:
+    """Rows of one unit on one axis."""
 
-    title: str
+    unit: str
     rows: tuple[ForestRow, ...]
     axis: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """A forest plot: all rows under one another, each unit on an axis of its own."""
+
+    groups: tuple[ForestGroup, ...]
     has_margin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forests:
+    """What each suite says by the metric that decides it, and everything else that was compared."""
+
+    suites: Forest | None
+    others: Forest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +57,28 @@ class FourCells:
     disagreement: str | None
 
 
-def read_forests(comparisons: Sequence[Comparison], primary: Comparison | None) -> tuple[Forest, ...]:
-    """Forest plots by unit: shares share one axis; every other metric has an axis of its own."""
-    groups: dict[str, list[Comparison]] = {}
-    for one in comparisons:
-        groups.setdefault("points" if one.unit.is_share else one.metric, []).append(one)
-    return tuple(_forest(title, members, primary) for title, members in groups.items())
+def read_forests(comparisons: Sequence[Comparison], primary: Comparison | None) -> Forests:
+    """One plot of all suites, one row each, and one of the other metrics and baselines."""
+    suites = [one for one in comparisons if one.decides_suite or one is primary]
+    others = [one for one in comparisons if not (one.decides_suite or one is primary)]
+    return Forests(_forest(suites, primary), _forest(others, primary))
 
 
-def _forest(title: str, members: Sequence[Comparison], primary: Comparison | None) -> Forest:
+def _forest(members: Sequence[Comparison], primary: Comparison | None) -> Forest | None:
+    if not members:
+        return None
+    units: dict[str, list[Comparison]] = {}
+    for one in members:
+        units.setdefault(_POINTS if one.unit.is_share else one.metric, []).append(one)
+    groups = tuple(_group(unit, rows, primary) for unit, rows in units.items())
+    return Forest(groups, any(one.margin_at is not None for one in members))
+
+
+def _group(unit: str, members: Sequence[Comparison], primary: Comparison | None) -> ForestGroup:
     values = [0.0]
     for one in members:
-        values += [number for key in ("difference", "low", "high") if (number := one.number(key)) is not None]
-        margin = one.number("margin")
-        values += [] if margin is None else [-abs(margin)]
+        ends = [one.number(key) for key in ("difference", "low", "high")]
+        values += [number for number in (*ends, one.margin_at) if number is not None]
     scale = Scale.covering(values, share_of_margin=0.05)
     rows = tuple(ForestRow(one, _mark(scale, one), one is primary) for one in members)
     ticks = scale.ticks(5)
@@ -62,8 +87,7 @@ def _forest(title: str, members: Sequence[Comparison], primary: Comparison | Non
         (tick, f"+{text}" if tick > 0 else text)
         for tick, text in zip(ticks, tick_labels([round(tick * times, 9) for tick in ticks]), strict=True)
     ]
-    has_margin = any(one.number("margin") is not None for one in members)
-    return Forest(title, rows, forest_axis(scale, labels), has_margin)
+    return ForestGroup(unit, rows, forest_axis(scale, labels))
 
 
 def _mark(scale: Scale, one: Comparison) -> Markup:
@@ -72,7 +96,7 @@ def _mark(scale: Scale, one: Comparison) -> Markup:
         difference=one.number("difference"),
         low=one.number("low"),
         high=one.number("high"),
-        margin=one.number("margin"),
+        margin=one.margin_at,
         style=one.judged.style,
         label=f"{one.difference or 'no difference recorded'}, {one.in_brackets()}",
     )

@@ -62,7 +62,19 @@ def share(value: object, digits: int = 1) -> str | None:
 def ratio(value: object) -> str | None:
     """0.31 -> '0.31×'."""
     number = finite(value)
-    return None if number is None else f"{number:.2f}×"
+    return None if number is None else f"{_ratio_digits(number)}×"
+
+
+def ratio_range(low: object, high: object) -> str | None:
+    """Two ends of a ratio: '0.29–0.33×'. Small ratios keep two digits that count."""
+    ends = [finite(low), finite(high)]
+    if ends[0] is None or ends[1] is None:
+        return None
+    return "–".join(_ratio_digits(end) for end in (ends[0], ends[1])) + "×"
+
+
+def _ratio_digits(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def p_value(value: object) -> str | None:

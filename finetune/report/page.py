@@ -23,8 +23,10 @@ from finetune.report.curves import read_curves
 from finetune.report.forest import four_cells, read_forests
 from finetune.report.next_steps import read_next_steps, shown_folder
 from finetune.report.numbers import arm_name, sentence_case, words
-from finetune.report.read import RunFiles, as_list, as_text, read_run
+from finetune.report.read import RunFiles, as_dict, as_list, as_text, read_run
+from finetune.report.slices import read_slices
 from finetune.report.tables import read_costs, read_metrics
+from finetune.report.trust import read_trust
 from finetune.report.untrusted import visible
 from finetune.report.verdict import read_verdict
 
@@ -77,13 +79,16 @@ def render_page(run: RunFiles) -> str:
             curves=read_curves(run),
             memory=memory,
             ledger=ledger,
+            slices=read_slices(run),
+            trust=read_trust(run),
             costs=read_costs(run, against or "few_shot"),
             readings=read_answers(run, verdict.primary, verdict.comparisons),
             provenance=read_provenance(run),
             recipe_text=run.recipe_text,
             folder=shown_folder(run.folder),
             gaps=run.gaps,
-            notes=[text for note in as_list(run.comparison.get("notes")) if (text := as_text(note))],
+            notes=_notes(run),
+            claims=_claims(run),
             steps=read_next_steps(run, verdict),
         )
     )
@@ -99,6 +104,22 @@ def _heading(run: RunFiles) -> list[tuple[str, str]]:
     pairs += [("recipe", digest[:8])] if digest else []
     pairs += [("created", created[:16].replace("T", " "))] if created else []
     return [(name, str(value)) for name, value in pairs]
+
+
+def _notes(run: RunFiles) -> list[str]:
+    """Remarks on the fairness of each suite's comparison, and on what its deciding comparison leaves open."""
+    found = []
+    several = len(run.suite_records) > 1
+    for suite, record in run.suite_records.items():
+        texts = [text for note in as_list(record.get("notes")) if (text := as_text(note))]
+        found += [f"{suite}: {text}" if several else sentence_case(text) for text in texts]
+    return found
+
+
+def _claims(run: RunFiles) -> str | None:
+    """What the p-values of several suites were corrected for; nothing where one suite claims an improvement."""
+    tasks = [one for one in run.suite_records.values() if one.get("role") == "task"]
+    return as_text(as_dict(run.comparison.get("correction")).get("explained")) if len(tasks) > 1 else None
 
 
 def _printed(value: Any) -> Any:

@@ -51,6 +51,20 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
+class Later:
+    """A comparison that a command wrote after the run, `eval/comparison-<name>.json`."""
+
+    name: str
+    record: Record
+
+    @property
+    def against_base(self) -> bool:
+        """Whether it compares the run's own answers with its own untuned model, as `comparison.json` does."""
+        words = self.name.split("-")
+        return words[0] in ("base", "scored") and words[-1] != "server"
+
+
+@dataclass(frozen=True, slots=True)
 class RunFiles:
     """Everything the page reads. Missing files are empty mappings here and sentences in `gaps`."""
 
@@ -66,6 +80,43 @@ class RunFiles:
     events: list[Record]
     arms: tuple[Arm, ...]
     gaps: tuple[str, ...] = ()
+    later: tuple[Later, ...] = ()
+    power: Record = field(default_factory=dict)
+    judges: tuple[Record, ...] = ()
+
+    @property
+    def suite_records(self) -> dict[str, Record]:
+        """Suite -> what a comparison says of it besides its comparisons: role, primary metric, cost, notes.
+
+        The run's own comparison first; suites that were evaluated later from the newest that has them.
+        """
+        found: dict[str, Record] = {}
+        for comparison in (
+            self.comparison,
+            *(one.record for one in reversed(self.later) if one.against_base),
+        ):
+            for record in map(as_dict, as_list(comparison.get("suites")) or [comparison]):
+                if (name := as_text(record.get("suite"))) is not None:
+                    found.setdefault(name, record)
+        return found
+
+    def primary_metric(self, suite: str) -> str | None:
+        """The metric that decides a suite; that of the deciding suite where nothing else is recorded."""
+        return as_text(as_dict(self.suite_records.get(suite)).get("primary_metric"))
+
+    def cost(self, suite: str) -> Record:
+        """Costs of a suite's two arms: the newest that has prices, else the run's own."""
+        found: Record = {}
+        for comparison in (self.comparison, *(one.record for one in self.later if one.against_base)):
+            for record in map(as_dict, as_list(comparison.get("suites")) or [comparison]):
+                cost = as_dict(record.get("cost"))
+                if record.get("suite") == suite and cost and (not found or "break_even" in cost):
+                    found = cost
+        return found
+
+    def guards(self, suite: str) -> bool:
+        """Whether the suite must only not get worse than its margin."""
+        return as_dict(self.suite_records.get(suite)).get("role") in ("regression", "forgetting")
 
     @property
     def suites(self) -> list[str]:
@@ -112,6 +163,26 @@ class _Reader:
         if not isinstance(value, dict):
             self.gaps.append(f"{name} does not hold one JSON object: {holds} not shown.")
         return as_dict(value)
+
+    def optional(self, name: str, holds: str) -> Record:
+        """A file that not every run has: its absence is no gap."""
+        return self.mapping(name, holds) if (self.folder / name).is_file() else {}
+
+    def later(self) -> tuple[Later, ...]:
+        """Comparisons written after the run, the newest last."""
+        paths = sorted(
+            (self.folder / "eval").glob("comparison-*.json"),
+            key=lambda path: (path.stat().st_mtime_ns, path.name),
+        )
+        found = [
+            (path.stem.removeprefix("comparison-"), self.mapping(f"eval/{path.name}", "its comparisons are"))
+            for path in paths
+        ]
+        return tuple(Later(name, record) for name, record in found if record)
+
+    def judge_files(self) -> list[str]:
+        paths = sorted((self.folder / "eval").glob("*/judge.json"))
+        return [path.relative_to(self.folder).as_posix() for path in paths]
 
     def lines(self, path: Path) -> list[Record]:
         """JSON objects of an append-only file. A killed writer leaves half a last line: counted, not fatal."""
@@ -212,6 +283,9 @@ def read_run(folder: Path) -> RunFiles:
         tokenised=reader.mapping("data/tokenised.json", "what tokenising left of the rows is"),
         events=reader.events(),
         arms=reader.arms(),
+        later=reader.later(),
+        power=reader.optional("baseline/power.json", "what the items could show is"),
+        judges=tuple(reader.optional(path, "what the judge said is") for path in reader.judge_files()),
         gaps=tuple(reader.gaps),  # last: the readers above fill it
     )
     if not reader.n_found:

@@ -231,11 +231,14 @@ def interval_mark(
     style: str,
     label: str,
 ) -> Markup:
-    """One row of a forest plot: zero line, margin, whisker, and the difference as a mark; 30 px high, any width."""
+    """One row of a forest plot: zero line, margin, whisker, and the difference as a mark; 30 px high, any width.
+
+    margin: where a loss of the margin lies on the axis.
+    """
     height, middle = 30, 15
     pieces = [_vertical(scale, 0.0, height, "zero")]
     if margin is not None:
-        pieces.append(_vertical(scale, -abs(margin), height, "margin"))
+        pieces.append(_vertical(scale, margin, height, "margin"))
     if low is not None and high is not None:
         ends = (percent(scale.position(low)), percent(scale.position(high)))
         pieces.append(tag("line", x1=ends[0], x2=ends[1], y1=middle, y2=middle, class_="whisker"))

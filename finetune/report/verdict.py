@@ -43,12 +43,21 @@ def read_verdict(run: RunFiles) -> Verdict:
     if primary is None:
         return Verdict(judged, _without_comparison(run), (), (), None, comparisons)
     because = tuple(
-        (one.judged, _because(one))
-        for one in comparisons
-        if one is not primary
-        and (one.judged.style == "bad" or (one.judged is judged and judged.style == "unsure"))
+        (one.judged, _because(one)) for one in comparisons if one is not primary and _matters(one, primary)
     )
     return Verdict(judged, _lead(judged, primary), because, _levels(run, primary), primary, comparisons)
+
+
+def _matters(one: Comparison, primary: Comparison) -> bool:
+    """Whether it belongs beside the verdict: every suite that got worse or cannot tell, every metric of this one that got worse.
+
+    What is compared with another baseline than the run's own has its row in the plot.
+    """
+    if one.origin is not None:
+        return False
+    if one.decides_suite:
+        return one.judged.style in ("bad", "unsure")
+    return one.text("suite") == primary.text("suite") and one.judged.style == "bad"
 
 
 def _because(one: Comparison) -> str:

@@ -1,0 +1,170 @@
+"""How far the numbers can be trusted: what the items could show, noise, format failures, and a judge's calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.report.comparison import Judgement, judgement
+from finetune.report.numbers import NBSP, finite, grouped, share, significant, unit_of, whole
+from finetune.report.read import Record, RunFiles, as_dict, as_list, as_text
+from finetune.report.tables import Cell, Table
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeResult:
+    """What a model said of pairs of answers, and whether that counts."""
+
+    suite: str
+    name: str
+    judged: Judgement
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    power: tuple[str, ...]
+    noise: tuple[str, ...]
+    formats: Table | None
+    judges: tuple[JudgeResult, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.power or self.noise or self.formats or self.judges)
+
+
+def read_trust(run: RunFiles) -> Trust:
+    power = [
+        line
+        for one in map(as_dict, as_list(run.power.get("suites")))
+        for line in as_list(one.get("lines"))
+        if isinstance(line, str)
+    ]
+    return Trust(
+        power=tuple(f"{line.removeprefix('power: ')}." for line in power),
+        noise=_noise(run),
+        formats=_formats(run),
+        judges=(*_judges(run), *_pointwise(run)),
+    )
+
+
+def _noise(run: RunFiles) -> tuple[str, ...]:
+    """The A/A run of each suite, the newest of several."""
+    newest: dict[str, Record] = {}
+    for comparison in (run.comparison, *(one.record for one in run.later)):
+        for record in map(as_dict, as_list(comparison.get("noise"))):
+            newest[str(record.get("suite"))] = record
+    found = []
+    for suite, record in newest.items():
+        n, changed = grouped(record.get("n")), grouped(record.get("answers_changed"))
+        flipped, rate = grouped(record.get("scores_flipped")), share(record.get("flip_rate"))
+        most = share(record.get("high"))
+        found.append(
+            f"{suite}: the base model answered twice; {changed} of {n} answers and {flipped} scores changed by themselves "
+            f"(noise floor {rate}, at most {most})."
+        )
+    return tuple(found)
+
+
+def _formats(run: RunFiles) -> Table | None:
+    """Answers without the form that the deciding metric needs, arm against arm."""
+    rows = []
+    for record in map(as_dict, as_list(run.comparison.get("comparisons"))):
+        off, suite = as_dict(record.get("off_format")), as_text(record.get("suite")) or ""
+        if not off or record.get("metric") != run.primary_metric(suite):
+            continue
+        wrong = as_dict(off.get("wrong_in_format"))
+        n = grouped(record.get("n"))
+        before, after = (f"{grouped(off.get(side))} of {n}" for side in ("baseline", "arm"))
+        changed = f"{grouped(off.get('only_baseline'))} mended, {grouped(off.get('only_arm'))} new"
+        cells = (
+            Cell(before),
+            Cell(after, changed),
+            Cell(f"{grouped(wrong.get('baseline'))} → {grouped(wrong.get('arm'))}"),
+        )
+        rows.append(
+            (Cell(suite, f"against {as_text(record.get('baseline')) or ''}".replace("_", "-")), cells)
+        )
+    if not rows:
+        return None
+    columns = ("off-format before", "off-format tuned", "in format, not fully right")
+    return Table("Format failures", columns, tuple(rows))
+
+
+def _judges(run: RunFiles) -> tuple[JudgeResult, ...]:
+    found = []
+    for record in run.judges:
+        trust = as_dict(record.get("calibration"))
+        counts = [grouped(record.get(key)) for key in ("won", "tied", "lost", "n")]
+        win_rate = share(record.get("win_rate"))
+        sentences = [
+            f"The tuned model won {counts[0]}, tied {counts[1]} and lost {counts[2]} of {counts[3]} pairs (win rate "
+            f"{win_rate}, a tie is half)."
+        ]
+        comparison = as_dict(record.get("comparison"))
+        unit = unit_of("", [comparison.get(key) for key in ("difference", "low", "high")])
+        if (interval := unit.interval(comparison.get("low"), comparison.get("high"))) is not None:
+            difference = unit.difference(comparison.get("difference"))
+            sentences.append(f"Wins minus losses: {difference} (interval {interval}).")
+        if missing := whole(record.get("missing")):
+            sentences.append(f"{missing:,} pairs were not judged; they are left out, not lost.")
+        sentences += _bias(as_dict(record.get("position_bias")))
+        sentences += _calibration(trust)
+        found.append(
+            JudgeResult(
+                str(record.get("suite")),
+                str(record.get("judge")),
+                judgement(record.get("verdict")) if trust.get("calibrated") else _NOT_YET,
+                tuple(sentences),
+            )
+        )
+    return tuple(found)
+
+
+_NOT_YET = Judgement("Does not count yet", "unsure", "question")
+
+
+def _pointwise(run: RunFiles) -> tuple[JudgeResult, ...]:
+    """Judges that score single answers, as metrics of a suite."""
+    found = []
+    comparisons = [run.comparison, *(one.record for one in run.later if one.against_base)]
+    seen: set[tuple[str, str]] = set()
+    for record in (as_dict(one) for held in comparisons for one in as_list(held.get("comparisons"))):
+        judge = as_dict(record.get("judge"))
+        suite, metric = str(record.get("suite")), str(record.get("metric"))
+        if not judge or (suite, metric) in seen:
+            continue
+        seen.add((suite, metric))
+        trust = as_dict(judge.get("calibration"))
+        missing = whole(as_dict(record.get("missing")).get("items"))
+        sentences = [f"It gives the metric {metric}.", *_calibration(trust)]
+        if missing:
+            sentences.append(f"{missing:,} items have no score of it; they are left out, not lost.")
+        judged = judgement(record.get("verdict")) if trust.get("calibrated") else _NOT_YET
+        found.append(JudgeResult(suite, str(judge.get("name")), judged, tuple(sentences)))
+    return tuple(found)
+
+
+def _bias(bias: Record) -> list[str]:
+    if not bias:
+        return []
+    ends = share(bias.get("low")), share(bias.get("high"))
+    places = grouped(bias.get("first_preferred")), grouped(bias.get("second_preferred"))
+    return [
+        f"Position bias: {share(bias.get('rate'))} (interval {ends[0]} to {ends[1]}) of {grouped(bias.get('n'))} pairs "
+        f"turned with the order and count as ties; the first place was preferred {places[0]} times, the second {places[1]}."
+    ]
+
+
+def _calibration(trust: Record) -> list[str]:
+    if not finite(trust.get("n")):
+        return ["Nothing that it judged was read by hand, so nothing is known of it: finetune review."]
+    ends = share(trust.get("low")), share(trust.get("high"))
+    text = (
+        f"It agrees with the reader on {grouped(trust.get('agreed'))} of {grouped(trust.get('n'))}: "
+        f"{share(trust.get('agreement'))} (interval {ends[0]} to {ends[1]})"
+    )
+    kappa = finite(trust.get("kappa"))
+    if kappa is not None:
+        spread = f"{significant(trust.get('kappa_low'), 2)} to {significant(trust.get('kappa_high'), 2)}"
+        text += f", kappa{NBSP}{significant(kappa, 2)} ({spread})"
+    return [f"{text}."]
