@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from finetune.data.read.files import SourceFile
 from finetune.data.read.json_lines import read_json_lines
@@ -13,6 +13,8 @@ from finetune.data.read.row_maker import RowMaker
 from finetune.data.rows import Row
 from finetune.data.spec_source import RowsSource
 from finetune.errors import Fault, UserError
+
+_USE_OF = dict.fromkeys(("chat", "text", "tokens"), "supervised")
 
 
 def iter_rows(
@@ -103,6 +105,26 @@ def check_reject_rate(
             *shown,
         ]
     )
+
+
+def check_one_use(kinds: Mapping[str, int], where: str) -> None:
+    """Raise UserError when rows of `kinds` (kind -> rows) cannot be learnt by one method, such as answers and pairs.
+
+    With `shape: auto` each row is judged by its own keys: a pair that lacks its rejected answer may pass for something
+    else. Which kind was meant is for the user to say.
+    """
+    uses = {_USE_OF.get(kind, kind) for kind, n_rows in kinds.items() if n_rows}
+    if len(uses) > 1:
+        counts = ", ".join(
+            f"{n_rows} {kind}" for kind, n_rows in sorted(kinds.items(), key=lambda item: -item[1])
+        )
+        raise UserError(
+            f"the rows are of kinds that are not learnt together: {counts}",
+            where=where,
+            why="no training method uses them all",
+            fix="state source.shape, so that rows of another shape are rejected with their place; "
+            "finetune data inspect FILE says which rows they are",
+        )
 
 
 def _remedy(first: list[Reject]) -> str:

@@ -11,7 +11,7 @@ from finetune.data.read.record import RowError, reject
 from finetune.data.read.row_maker import RowMaker
 from finetune.data.read.source import iter_records
 from finetune.data.rows import Row
-from finetune.data.spec_source import FilesSource, Source
+from finetune.data.spec_source import FilesSource, RowsSource, Source
 from finetune.errors import UserError
 
 _STORED_KEYS = frozenset({"id", "messages", "group", "source", "tags"})
@@ -26,13 +26,14 @@ def pinned_source(file: str, like: Source, spec_folder: Path, where: str) -> Fil
             fix="correct the path; relative paths are taken from the folder of the spec",
         )
     given = {"files": [file], "max_reject_rate": 0.0, "format": "auto"}
-    if isinstance(like, FilesSource):
-        return like.model_copy(update=given)
+    if isinstance(like, RowsSource):
+        alike = like.model_dump(exclude_unset=True, include=set(RowsSource.model_fields))
+        return FilesSource(**{**alike, "kind": "files", **given})
     return FilesSource(kind="files", **given)
 
 
 def iter_pinned_rows(
-    file: SourceFile, source: FilesSource, ignored_keys: Counter[str]
+    file: SourceFile, source: RowsSource, ignored_keys: Counter[str]
 ) -> Iterator[Row | Reject]:
     """A row that was stored by a build is taken as it is, with its id, group and tags; others are made into rows."""
     make = RowMaker(source, file.name, ignored_keys)
