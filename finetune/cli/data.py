@@ -1,4 +1,4 @@
-"""`finetune data inspect | build | show | check | consistency | lengths | review`: files, builds, tokens, proofs, forms."""
+"""`finetune data inspect | build | show | check | consistency | lengths | review | card`: files, builds, tokens, proofs, forms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from finetune.cli.data_card import card
 from finetune.cli.data_consistency import consistency
 from finetune.cli.data_inspect import inspect
 from finetune.cli.data_lengths import lengths
@@ -114,7 +115,7 @@ def check(
         raise typer.Exit(ExitCode.USER_ERROR)
 
 
-for _command in (consistency, lengths, review):
+for _command in (consistency, lengths, review, card):
     app.command()(_command)
 
 

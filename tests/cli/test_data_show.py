@@ -37,5 +37,5 @@ def test_tokens_that_make_up_one_character_are_shown_as_that_character(
 
 def test_every_command_is_there() -> None:
     said = CliRunner().invoke(app, ["--help"]).output
-    for name in ("build", "show", "check", "consistency", "lengths", "review"):
+    for name in ("build", "show", "check", "consistency", "lengths", "review", "card"):
         assert f"  {name} " in said
