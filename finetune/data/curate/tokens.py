@@ -137,11 +137,12 @@ def _hash_unicode(texts: Sequence[str]) -> TokenHashes:
     folded = [fold(text) for text in texts]
     joined = "\n".join(folded)
     codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
-    first, past = _token_edges(_kinds()[np.minimum(codes, _BEYOND_BMP)])
-    n_bytes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
-    at = np.concatenate([[0], np.cumsum(n_bytes)])
+    first, past = _token_edges(np.take(_kinds(), codes, mode="clip"))  # beyond its end: the last entry
     data = joined.encode("utf-8", "surrogatepass")
-    return TokenHashes(_hash_spans(data, at[first], at[past]), _row_offsets(first, folded))
+    wide = np.flatnonzero(codes > 0x7F)
+    extra = np.concatenate([[0], np.cumsum(1 + (codes[wide] > 0x7FF) + (codes[wide] > 0xFFFF))])
+    first_byte, past_byte = (place + extra[np.searchsorted(wide, place)] for place in (first, past))
+    return TokenHashes(_hash_spans(data, first_byte, past_byte), _row_offsets(first, folded))
 
 
 def _token_edges(kinds: npt.NDArray[np.uint8]) -> tuple[Offsets, Offsets]:
