@@ -29,11 +29,13 @@ _FORMS = [
     ("PRIVATE KEY", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]+?(?:-----END (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----|\Z)"),
 ]  # fmt: skip
 _KEYS = [(part, re.compile(form)) for part, form in _FORMS]
-_ASSIGNED = re.compile(
-    r"""(?:api|access|secret|private|auth|client|encryption)[_-]?(?:key|token|secret)|\b(?:secret|token|passw(?:or)?d|pwd)""",
+_VALUE = re.compile(r"""["'`]([^\s"'`]{16,200})["'`]""")
+_ASSIGNED_TO = re.compile(
+    r"""(?:(?:api|access|secret|private|auth|client|encryption)[_-]?(?:key|token|secret)|\b(?:secret|token|passw(?:or)?d|pwd))"""
+    r"""["']?\s*(?::|=>?|:=)\s*\Z""",
     re.IGNORECASE,
 )
-_VALUE = re.compile(r"""["']?\s*(?::|=>?|:=)\s*["'`]([^\s"'`]{16,200})["'`]""")
+_LONGEST_NAME = 40
 _PASSWORD_IN_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]+:([^\s/@]{3,})@[\w.-]+")
 _PLACEHOLDER = re.compile(
     r"your|example|sample|placeholder|change|insert|replace|dummy|secret|password|passwd|token|key_?here|x{4}|\*{3}|\.{3}"
@@ -54,9 +56,10 @@ def find_secrets(text: str) -> Iterator[Span]:
             for match in form.finditer(text):
                 if not re.search(r"(.)\1{9}|x{6}|X{6}|EXAMPLE", match.group()[:200]):
                     yield "KEY", match.start(), match.end()
-    for name in _ASSIGNED.finditer(text):
-        value = _VALUE.match(text, name.end())
-        if value and _looks_random(value.group(1)):
+    for value in _VALUE.finditer(text):
+        if _ASSIGNED_TO.search(text[max(0, value.start() - _LONGEST_NAME) : value.start()]) and _looks_random(
+            value.group(1)
+        ):
             yield "KEY", value.start(1), value.end(1)
     if "://" in text:
         for match in _PASSWORD_IN_URL.finditer(text):
