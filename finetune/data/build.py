@@ -6,6 +6,7 @@ versions of the packages and the code of this package. The same inputs find the 
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from finetune.data.questions import read_questions
 from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec import DatasetSpec
 from finetune.data.stages.assemble import ASSIGNMENT, MANIFEST, Plan, make_build
+from finetune.data.stages.curate import curation_digest
 from finetune.data.stages.digests import split_digest
 from finetune.data.stages.parts import parse_line
 from finetune.data.stages.read import PIECE_BYTES, gather_input, gather_pinned, pieces_of
@@ -36,15 +38,13 @@ __all__ = [
     "REJECTS",
     "DatasetBuild",
     "build_dataset",
+    "complete_build",
     "default_builds_root",
     "load_spec",
     "open_build",
     "split_digest",
 ]
-# Modules that have no say in which rows come out; a change in any other module of this package makes a new build.
-_DOWNSTREAM = frozenset(
-    {"tokenise.py", "row_tokens.py", "chat_spans.py", "long_rows.py", "packing.py", "check.py", "leaks.py"}
-)
+_IMPORTED = re.compile(rb"from finetune\.data(?:\.([a-z_.]+))? import \(?\s*([\w, ]+)")
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,16 @@ def build_dataset(
     """
     plan = _plan(load_spec(spec_path), spec_path.parent)
     folder = builds_root / f"{plan.spec.name}-{plan.digest[:8]}"
-    found = _complete_build(folder, plan.digest)
+    found = complete_build(folder, plan.digest)
     if found is not None:
         return found
     with locked_work(builds_root, plan.spec.name) as work:
-        found = _complete_build(folder, plan.digest)  # another process may have made it meanwhile
+        found = complete_build(folder, plan.digest)  # another process may have made it meanwhile
         if found is None:
             pieces = [
                 piece
                 for given in plan.inputs
-                for piece in pieces_of(given, plan.spec.seed, plan.code, piece_bytes)
+                for piece in pieces_of(given, plan.spec, spec_path.parent, plan.code, piece_bytes)
             ]
             manifest = make_build(plan, pieces, work, runner or LocalRunner(), on_progress or _nobody)
             _publish(work, folder)
@@ -173,6 +173,7 @@ def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
         if frozen_path is None
         else _digest_named(frozen_path, loaded.where("split.frozen_from")),
         "questions": [one.digest for one in questions],
+        "curation": curation_digest(spec, spec_folder),
         "code": code,
         "format": 1,
     }
@@ -181,6 +182,7 @@ def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
         digest=digest_json(decided_by),
         code=code,
         inputs=inputs,
+        folder=spec_folder,
         frozen={} if frozen_path is None else read_assignment(frozen_path),
         questions=questions,
         where=loaded.where,
@@ -204,18 +206,27 @@ def _digest_named(path: Path, where: str) -> str:
 
 
 def _code_digest(package: Path = Path(__file__).parent) -> str:
-    """Of the modules of this package that decide the rows, so that a changed reader never finds an old build."""
-    modules = sorted(package.rglob("*.py"))
-    return digest_json(
-        [
-            [path.relative_to(package).as_posix(), digest_bytes(path.read_bytes())]
-            for path in modules
-            if path.name not in _DOWNSTREAM
-        ]
-    )
+    """Of the modules of this package that decide the rows, so that a changed reader never finds an old build.
+
+    Those are the ones that this module imports, and what they import, here or inside a function.
+    """
+    waiting = [package / Path(__file__).name]
+    found: dict[str, bytes] = {}
+    while waiting:
+        path = waiting.pop()
+        name = path.relative_to(package).as_posix()
+        if name in found:
+            continue
+        found[name] = path.read_bytes()
+        for module, names in _IMPORTED.findall(found[name]):
+            place = package.joinpath(*filter(None, module.decode().split(".")))
+            members = [place / member.strip() for member in names.decode().split(",") if member.strip()]
+            modules = [one.with_suffix(".py") for one in (place, *members)]
+            waiting += [one for one in (*modules, place / "__init__.py") if one.is_file()]
+    return digest_json([[name, digest_bytes(found[name])] for name in sorted(found)])
 
 
-def _complete_build(folder: Path, digest: str) -> DatasetBuild | None:
+def complete_build(folder: Path, digest: str) -> DatasetBuild | None:
     """The build in `folder` when it is whole and of this digest; anything else there is set aside by the next build."""
     if not (folder / MANIFEST).is_file():
         return None

@@ -10,7 +10,7 @@ from finetune.data.build import DatasetBuild
 from finetune.data.leaks import Leak, SideFile, count_ledger, find_leaks, read_side, table_of
 from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec_split import GuardSection
-from finetune.data.stages.assemble import WORDING
+from finetune.data.stages.apart import WORDING
 from finetune.data.stages.write import LEDGER, side_file
 from finetune.data.wording import SharedWording
 from finetune.errors import Fault

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from finetune.data.spec_curate import CurateSection
 from finetune.data.spec_source import Source
 from finetune.data.spec_split import SelectSection, SplitSection
 from finetune.recipe.section import Section
@@ -24,6 +25,11 @@ class DatasetSpec(Section):
     source: Source | Annotated[list[Source], Field(min_length=1)] = Field(
         description="Where the rows come from: one source, or a list whose members may have a `weight`."
     )
+    marks: str | None = Field(
+        None,
+        description="File of keep, drop and fix marks that `finetune data review` writes, relative to the spec.",
+    )
+    curate: CurateSection = Field(default_factory=CurateSection)
     split: SplitSection = Field(default_factory=SplitSection)
     select: SelectSection = Field(default_factory=SelectSection)
 

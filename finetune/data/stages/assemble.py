@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,13 @@ import orjson
 import pyarrow as pa
 
 from finetune.data.questions import Questions
-from finetune.data.read import Reject, check_reject_rate
+from finetune.data.read import Reject, check_one_use, check_reject_rate
 from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec import DatasetSpec
 from finetune.data.spec_source import HomeIntentsSource
-from finetune.data.spec_split import GuardSection, SplitSection
-from finetune.data.stages.choose import choose
-from finetune.data.stages.guard import (
-    IN_FILE,
-    NEAR,
-    NGRAM,
-    lose_near,
-    lose_quotes,
-    shared_wording,
-    train_overlaps,
-)
+from finetune.data.spec_split import SplitSection
+from finetune.data.stages.apart import choose_apart
+from finetune.data.stages.curate import describe_rows, leave_out_alike, warnings_of
 from finetune.data.stages.parts import QUARANTINED, iter_entries
 from finetune.data.stages.read import Input, Piece, ReadPart, read_pieces
 from finetune.data.stages.runner import Runner
@@ -52,21 +45,19 @@ from finetune.data.stages.settle import (
     tag_reason,
 )
 from finetune.data.stages.sides import SideCodes, assign_sides, write_assignment
-from finetune.data.stages.table import Ints, RowTable
-from finetune.data.stages.work import WorkFolder
+from finetune.data.stages.table import RowTable
+from finetune.data.stages.work import WorkFolder, part_of
 from finetune.data.stages.write import write_ledger, write_sides
-from finetune.data.wording import NO_WORDING, SharedWording
 from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.paths import write_json
 
 MANIFEST = "manifest.json"
 ASSIGNMENT = "assignment.json"
-WORDING = "wording.json"
-EVALUATION: tuple[Side, ...] = SIDES[1:]
 _REJECTS_SHOWN = 5
+_MANY_LOST = 0.1
 # Where each stage begins in the whole, by the time that a million rows take.
-_SHARES = {"read": 0.0, "guard": 0.6, "write": 0.9}
+_SHARES = {"read": 0.0, "curate": 0.45, "guard": 0.5, "write": 0.9}
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,7 @@ class Plan:
     digest: str
     code: str
     inputs: Sequence[Input]
+    folder: Path
     frozen: Mapping[str, Side]
     questions: Sequence[Questions]
     where: Any
@@ -91,7 +83,7 @@ def make_build(
     """
     spec = plan.spec
     work.prepare({piece.key for piece in pieces}, plan.digest)
-    parts = read_pieces(pieces, work.parts, runner, _part_of(on_progress, "read", "guard"))
+    parts = read_pieces(pieces, work.parts, runner, _part_of(on_progress, "read", "curate"))
     _check_rejects(plan, parts)
     table = RowTable.of_parts(
         [part.folder for part in parts],
@@ -99,11 +91,14 @@ def make_build(
         [part.piece.pinned for part in parts],
     )
     verdicts = Verdicts(len(table))
+    curating = _part_of(on_progress, "curate", "guard")
+    curation = leave_out_alike(table, spec.curate, plan.folder, verdicts, work, curating)
     units = _units(table, spec.split)
     group_sides, side = _sides(table, spec.split, plan.frozen, verdicts, units)
     links = links_of(table, spec.split, None if units is None else units[table.group.codes].astype(np.int32))
     settle(table, side, links, verdicts)
-    chosen = _choose_apart(table, side, plan, verdicts, work, _part_of(on_progress, "guard", "write"))
+    guarding = _part_of(on_progress, "guard", "write")
+    chosen = choose_apart(table, side, spec, plan.questions, verdicts, work, guarding)
     _require_train(chosen, plan.where("split"))
     leaks = shared_keys(side, links, verdicts.kept)
     if any(leaks.values()):
@@ -112,12 +107,15 @@ def make_build(
     ledger, ledger_files = write_ledger(work.out, parts, table, side, verdicts, len(verdicts.kept))
     if spec.split.is_drawn:
         write_assignment(work.out / ASSIGNMENT, table.group.values, group_sides, spec.split)
+    curation |= describe_rows(table, spec.curate, chosen, _findings(parts))
     manifest = {
         **_head(plan, parts),
         "splits": splits,
         "repeated": sum(map(len, chosen.values())) - len(verdicts.kept),
         "ledger": ledger,
         "leaks": _leak_counts(leaks, spec.split),
+        "warnings": warnings_of(curation) + _loss_warnings(ledger, splits),
+        "curation": curation,
         "files": files | ledger_files,
     }
     table.lines.close()
@@ -179,82 +177,6 @@ def _ranked(table: RowTable, tag: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ranks[values.codes]
 
 
-def _choose_apart(
-    table: RowTable,
-    side: SideCodes,
-    plan: Plan,
-    verdicts: Verdicts,
-    work: WorkFolder,
-    on_progress: Progress,
-) -> dict[Side, Ints]:
-    """The rows that are used, none of them near to or quoting what another side asks.
-
-    Evaluation rows are chosen before train rows are compared with them, so that no train row goes because of a question
-    that is not asked.
-    """
-    spec, guard = plan.spec, plan.spec.split.guard
-    wording = shared_wording(table, verdicts.kept) if guard.is_on else NO_WORDING
-    if wording:
-        wording.write(work.out / WORDING)
-    chosen: dict[Side, Ints] = {}
-    for phase, sides, low, high in (("evaluation", EVALUATION, 0.0, 0.2), ("train", SIDES[:1], 0.2, 1.0)):
-        rows = verdicts.kept
-        if phase == "evaluation":
-            rows = rows[side[rows] != SIDES.index("train")]
-        _guard(table, side, rows, guard, wording, verdicts, work, phase, _slice(on_progress, low, high))
-        if phase == "train":
-            _drop_quotes_of(plan.questions, table, side, guard, wording, verdicts)
-        chosen |= choose(table, side, spec.select, spec.seed, verdicts, spec.weights, of=sides)
-    on_progress(1.0)
-    return chosen
-
-
-def _guard(
-    table: RowTable,
-    side: SideCodes,
-    rows: Ints,
-    section: GuardSection,
-    wording: SharedWording,
-    verdicts: Verdicts,
-    work: WorkFolder,
-    phase: str,
-    on_progress: Progress,
-) -> None:
-    """Drop what is on two sides of `rows` although no key shows it."""
-    threshold = section.near_duplicates
-    if threshold is not None:
-        near_to = _slice(on_progress, 0.0, 0.5)
-        lost = work.remembered(
-            f"near-{phase}", lambda: vars(lose_near(table, side, rows, threshold, wording, near_to))
-        )
-        verdicts.drop(NEAR, lost["rows"], lost["cause"], side[lost["cause"]])
-        rows = np.setdiff1d(rows, lost["rows"])
-    if section.counts_ngrams:
-        quotes_to = _slice(on_progress, 0.5, 1.0)
-        lost = work.remembered(
-            f"quotes-{phase}", lambda: vars(lose_quotes(table, side, rows, section, wording, quotes_to))
-        )
-        verdicts.drop(NGRAM, lost["rows"], lost["cause"], side[lost["cause"]])
-
-
-def _drop_quotes_of(
-    evaluations: Sequence[Questions],
-    table: RowTable,
-    side: SideCodes,
-    section: GuardSection,
-    wording: SharedWording,
-    verdicts: Verdicts,
-) -> None:
-    """Drop train rows that hold what another evaluation asks."""
-    for questions in evaluations:
-        kept = verdicts.kept
-        train = kept[side[kept] == SIDES.index("train")]
-        found = train_overlaps(table, train, questions, section, wording)
-        verdicts.drop(IN_FILE, train[found.rows])
-        named = zip(train[found.rows].tolist(), found.items.tolist(), strict=True)
-        verdicts.because_of |= {row: questions.ids[item] for row, item in named}
-
-
 def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
     """Raise UserError when too many rows of a source are faulty, or when there is none."""
     for given in plan.inputs:
@@ -276,6 +198,10 @@ def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
             [file.name for file, _ in given.files],
             plan.where("source"),
         )
+    kinds: Counter[str] = Counter()
+    for part in parts:
+        kinds.update(part.counts["kinds"])
+    check_one_use(kinds, plan.where("source"))
 
 
 def _require_train(chosen: Mapping[Side, Any], where: str) -> None:
@@ -324,10 +250,26 @@ def _leak_counts(leaks: Mapping[str, int], split: SplitSection) -> dict[str, int
     return named | ({"ngram": 0} if split.guard.counts_ngrams else {})
 
 
+def _findings(parts: Sequence[ReadPart]) -> Counter[str]:
+    """Personal data by kind, in all rows that were read."""
+    found: Counter[str] = Counter()
+    for part in parts:
+        found.update(part.counts["findings"])
+    return found
+
+
+def _loss_warnings(ledger: Mapping[str, Any], splits: Mapping[str, Any]) -> list[str]:
+    """Train rows that were lost because something of them is on an evaluation side, where they are many."""
+    lost = {reason: n for reason, n in ledger["dropped"].items() if reason.endswith("_other_side")}
+    n_lost, n_train = sum(lost.values()), splits["train"]["rows"]
+    if n_lost <= _MANY_LOST * (n_train + n_lost):
+        return []
+    return [
+        f"{n_lost} rows were dropped because something of them is on another side ({', '.join(lost)}); rows that belong "
+        "together are best kept together by source.group_by, or by split.unite_by for a tag"
+    ]
+
+
 def _part_of(on_progress: Progress, start: str, stop: str | None) -> Progress:
     """Progress of one stage as progress of the whole."""
-    return _slice(on_progress, _SHARES[start], _SHARES[stop] if stop is not None else 1.0)
-
-
-def _slice(on_progress: Progress, low: float, high: float) -> Progress:
-    return lambda share: on_progress(low + share * (high - low))
+    return part_of(on_progress, _SHARES[start], _SHARES[stop] if stop is not None else 1.0)

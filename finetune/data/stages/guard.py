@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from finetune.data.curate.near import find_near_duplicates
 from finetune.data.curate.tokens import hash_tokens, ngrams
@@ -49,10 +48,7 @@ class Pairs:
 
 def shared_wording(table: RowTable, rows: Ints) -> SharedWording:
     """What many questions of `rows` have in common, by a sample that does not depend on where rows stood."""
-    if len(rows) > _SAMPLE_ROWS:
-        contents = table.column("content").take(pa.array(rows)).to_pylist()
-        heads = np.frombuffer(b"".join(contents), "<u8")[::2]
-        rows = rows[np.sort(np.argpartition(heads, _SAMPLE_ROWS)[:_SAMPLE_ROWS])]
+    rows = table.sample(rows, _SAMPLE_ROWS)
     return SharedWording.of(table.texts(rows, question_text))
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 import orjson
 import pyarrow as pa
 
-from finetune.data.fold import fold_turns
+from finetune.data.fold import fold_text, fold_turns
 from finetune.data.rows import Row
 from finetune.digest import canonical_json
 from finetune.paths import disk_faults, read_json
@@ -31,8 +31,9 @@ DROPPED, QUARANTINED = "dropped.jsonl", "quarantined.jsonl"
 HASH_BYTES = 16
 ROWS_A_BATCH = 10_000
 
-# One record a row. `content` and `prompt` are hashes of what is learnt and of the folded prompt; `offset` and `length`
-# say where the row's line is in rows.jsonl, without its line end; `words` is its size in words, whatever the tokenizer.
+# One record a row. `content`, `prompt` and `answer` are hashes of what is learnt, of the folded prompt and of the folded
+# answer, where there is one; `offset` and `length` say where the row's line is in rows.jsonl, without its line end;
+# `words` is its size in words, whatever the tokenizer; `flags` are bits of `filter_rows.FLAGS`.
 KEYS = pa.schema(
     [
         ("id", pa.large_string()),
@@ -41,9 +42,11 @@ KEYS = pa.schema(
         ("source", pa.large_string()),
         ("content", pa.binary(HASH_BYTES)),
         ("prompt", pa.binary(HASH_BYTES)),
+        ("answer", pa.binary(HASH_BYTES)),
         ("offset", pa.int64()),
         ("length", pa.int64()),
         ("words", pa.int64()),
+        ("flags", pa.int32()),
     ]
 )
 
@@ -64,8 +67,18 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 def prompt_hash(row: Row) -> bytes:
     """Of the folded prompt: equal for prompts that differ in case, compatibility forms and white space alone."""
-    folded = fold_turns(row.prompt).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(folded, digest_size=HASH_BYTES).digest()
+    return _hash(fold_turns(row.prompt))
+
+
+def answer_hash(row: Row) -> bytes | None:
+    """The same of the answer; None for running text."""
+    if row.kind in ("text", "tokens"):
+        return None
+    return _hash(fold_text(row.answer))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
 
 
 def count_words(row: Row) -> int:
@@ -90,7 +103,7 @@ class KeyColumns:
     def __len__(self) -> int:
         return len(self._columns["id"])
 
-    def add(self, row: Row, offset: int, length: int) -> None:
+    def add(self, row: Row, offset: int, length: int, flags: int = 0) -> None:
         """A row whose line is `length` bytes long, `offset` bytes from the beginning of its file."""
         values = (
             _writable(row.id),
@@ -99,9 +112,11 @@ class KeyColumns:
             _writable(row.source),
             bytes.fromhex(row.content_digest())[:HASH_BYTES],
             prompt_hash(row),
+            answer_hash(row),
             offset,
             length,
             count_words(row),
+            flags,
         )
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
@@ -122,8 +137,9 @@ class PartWriter:
         self.n_rows = 0
         self.dropped: Counter[str] = Counter()
         self.quarantined = 0
+        self.kinds: Counter[str] = Counter()
         self.ignored_keys: Counter[str] = Counter()
-        self.notes: dict[str, Any] = {}
+        self.findings: Counter[str] = Counter()
         self._offset = 0
         self._keys = KeyColumns()
 
@@ -150,13 +166,14 @@ class PartWriter:
                 stream.close()
             shutil.rmtree(self._aside, ignore_errors=True)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, flags: int = 0) -> None:
         """A row that is taken."""
         line = json_line(row.to_dict())
         self._rows.write(line + b"\n")
-        self._keys.add(row, self._offset, len(line))
+        self._keys.add(row, self._offset, len(line), flags)
         self._offset += len(line) + 1
         self.n_rows += 1
+        self.kinds[row.kind] += 1
         if len(self._keys) == ROWS_A_BATCH:
             self._key_file.write_batch(self._keys.take())
 
@@ -175,10 +192,11 @@ class PartWriter:
         return {
             "read": self.read,
             "rows": self.n_rows,
+            "kinds": dict(self.kinds),
             "dropped": dict(self.dropped),
             "quarantined": self.quarantined,
             "ignored_keys": dict(self.ignored_keys),
-            "notes": self.notes,
+            "findings": dict(self.findings),
         }
 
     def _finish(self) -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.read import Range, Reject, SourceFile, iter_rows, source_files, split_ranges
-from finetune.data.rows import Ledger, Progress
-from finetune.data.spec_source import FilesSource, HomeIntentsSource, Source
+from finetune.data.rows import Ledger, Progress, Row
+from finetune.data.spec import DatasetSpec
+from finetune.data.spec_curate import CurateSection
+from finetune.data.spec_source import HomeIntentsSource, RowsSource, Source
+from finetune.data.stages.filter_rows import Left, RowFilter, filter_digest
 from finetune.data.stages.parts import PartWriter, read_counts
 from finetune.data.stages.pinned import iter_pinned_rows, pinned_source
 from finetune.data.stages.runner import Runner
@@ -72,6 +75,9 @@ class Piece:
     spans: tuple[Span, ...]
     seed: int
     pinned: bool
+    curate: CurateSection
+    marks: Path | None
+    folder: Path  # of the spec
 
     @property
     def n_bytes(self) -> int:
@@ -89,7 +95,7 @@ class ReadPart:
 
 def gather_input(origin: int, source: Source, spec_folder: Path, where: Where) -> Input:
     """Find and hash the files of a source; `where` gives the place of a key of the spec. Raises UserError for missing ones."""
-    if not isinstance(source, FilesSource):
+    if not isinstance(source, RowsSource):
         return Input(origin, source, ())
     files = source_files(source, spec_folder, where=where)
     return Input(origin, source, tuple((file, digest_file(file.path)) for file in files))
@@ -102,16 +108,35 @@ def gather_pinned(file: str, like: Source, spec_folder: Path, where: str) -> Inp
     return replace(found, pinned=True)
 
 
-def pieces_of(given: Input, seed: int, code: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces_of(
+    given: Input, spec: DatasetSpec, folder: Path, code: str, piece_bytes: int = PIECE_BYTES
+) -> Iterator[Piece]:
     """The pieces of a source, in the order of its rows, each of about `piece_bytes`: big files are divided where they
     can be, small ones are put together."""
     section = given.source.model_dump(mode="json", exclude=set(_UNREAD))
-    decided_by = {"source": section, "seed": seed, "pinned": given.pinned, "code": code}
+    marks = None if spec.marks is None else folder / spec.marks
+    decided_by = {
+        "source": section,
+        "seed": spec.seed,
+        "pinned": given.pinned,
+        "curate": filter_digest(spec.curate, marks, folder),
+        "code": code,
+    }
 
     def piece(spans: list[Span]) -> Piece:
         own = [span.decided_by() for span in spans] or given.describe()
         key = digest_json({**decided_by, "spans": own})[:24]
-        return Piece(key, given.origin, given.source, tuple(spans), seed, given.pinned)
+        return Piece(
+            key=key,
+            origin=given.origin,
+            source=given.source,
+            spans=tuple(spans),
+            seed=spec.seed,
+            pinned=given.pinned,
+            curate=spec.curate,
+            marks=marks,
+            folder=folder,
+        )
 
     if not given.files:
         yield piece([])
@@ -155,37 +180,51 @@ class ReadTask:
 def read_piece(task: ReadTask) -> str:
     """Read one piece into a part; returns its key."""
     piece = task.piece
-    with PartWriter(task.folder / piece.key) as part:
-        for span in piece.spans:
-            _read_span(piece, span, part)
-        if not piece.spans:
-            _make_rows(piece, part, task.on_progress or _nobody)
+    with (
+        PartWriter(task.folder / piece.key) as part,
+        RowFilter(piece.curate, piece.marks, piece.folder) as row_filter,
+    ):
+        rows = _rows_of(piece, part, task.on_progress or _nobody)
+        if piece.pinned:  # they are used as they are
+            for row in rows:
+                part.add(row)
+            return piece.key
+        for judged in row_filter(rows):
+            if isinstance(judged, Left):
+                entry = {"source": judged.row.source, "id": judged.row.id, **judged.entry}
+                part.drop(judged.reason, entry)
+            else:
+                part.add(*judged)
+        part.findings.update(row_filter.counts)
     return piece.key
 
 
-def _read_span(piece: Piece, span: Span, part: PartWriter) -> None:
-    assert isinstance(piece.source, FilesSource)
-    rows = (
-        iter_pinned_rows(span.file, piece.source, part.ignored_keys)
-        if piece.pinned
-        else iter_rows(span.file, piece.source, within=span.within, ignored_keys=part.ignored_keys)
-    )
-    for found in rows:
-        part.read += 1
-        if isinstance(found, Reject):
-            entry = found.to_dict()
-            part.quarantine(entry.pop("reason"), entry)
-        else:
-            part.add(found)
+def _rows_of(piece: Piece, part: PartWriter, on_progress: Progress) -> Iterator[Row]:
+    """The sound rows of a piece; the part is told of all others."""
+    if not piece.spans:
+        yield from _make_rows(piece, part, on_progress)
+    for span in piece.spans:
+        assert isinstance(piece.source, RowsSource)
+        found_in = (
+            iter_pinned_rows(span.file, piece.source, part.ignored_keys)
+            if piece.pinned
+            else iter_rows(span.file, piece.source, within=span.within, ignored_keys=part.ignored_keys)
+        )
+        for found in found_in:
+            part.read += 1
+            if isinstance(found, Reject):
+                entry = found.to_dict()
+                part.quarantine(entry.pop("reason"), entry)
+            else:
+                yield found
 
 
-def _make_rows(piece: Piece, part: PartWriter, on_progress: Progress) -> None:
+def _make_rows(piece: Piece, part: PartWriter, on_progress: Progress) -> Iterator[Row]:
     assert isinstance(piece.source, HomeIntentsSource)
     from finetune.data import home_intents  # parses a grammar: only when asked for
 
     ledger = Ledger()
-    for row in home_intents.sample_rows(piece.source, piece.seed, ledger, on_progress):
-        part.add(row)
+    yield from home_intents.sample_rows(piece.source, piece.seed, ledger, on_progress)
     part.read = ledger.read
     for entry in ledger.entries:
         given = {key: value for key, value in entry.items() if key not in ("reason", "kind")}

@@ -119,6 +119,11 @@ class RowTable:
         return _coded(self.column("prompt"))
 
     @cached_property
+    def answer(self) -> Coded:
+        """Equal for rows with the same folded answer; running text has none."""
+        return _coded(self.column("answer"))
+
+    @cached_property
     def group(self) -> Coded:
         return _coded(self.column("group"))
 
@@ -151,6 +156,15 @@ class RowTable:
     @cached_property
     def _lengths(self) -> Ints:
         return np.asarray(self.column("length"), np.int64)
+
+    def sample(self, rows: Ints, most: int) -> Ints:
+        """At most so many of `rows`, drawn by what they say: the same ones wherever they stood."""
+        if len(rows) <= most:
+            return rows[np.argsort(self.place[rows])]
+        contents = self.column("content").take(pa.array(rows)).to_pylist()
+        heads = np.frombuffer(b"".join(contents), "<u8")[::2]  # digests are as good as random
+        drawn: Ints = rows[np.argpartition(heads, most)[:most]]
+        return drawn[np.argsort(self.place[drawn])]
 
     def line(self, row: int) -> bytes:
         """The row as JSON, without a line end."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from finetune.data.rows import Progress
 from finetune.paths import disk_faults
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -60,6 +61,11 @@ class WorkFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def part_of(on_progress: Progress, low: float, high: float) -> Progress:
+    """Progress of a part of some work, told as progress of the whole."""
+    return lambda share: on_progress(low + share * (high - low))
 
 
 @contextlib.contextmanager
