@@ -35,6 +35,10 @@ def load_suite(name: str | Path, *, relative_to: Path | None = None, where: str 
 
     Raises UserError with file, line and column for every fault at once.
     """
+    if str(name) == "lm_eval:":
+        raise UserError(
+            "lm_eval: names no task", where=where, fix="write lm_eval:TASK, e.g. lm_eval:arc_easy"
+        )
     if str(name).startswith("lm_eval:"):
         return _harness_suite(str(name), where)
     try:

@@ -126,6 +126,12 @@ def test_the_digest_holds_templates_and_examples(folder: Path) -> None:
     assert len({before, middle, load_suite(folder / "arc.yaml").digest}) == 3
 
 
+def test_two_items_of_one_name_are_refused(folder: Path) -> None:
+    (folder / "arc.jsonl").write_text((json.dumps(ARC) + "\n") * 2)
+    with pytest.raises(UserError, match="'Mercury_7'"):
+        load_suite_data(load_suite(folder / "arc.yaml"))
+
+
 def test_the_first_faulty_records_are_named(folder: Path) -> None:
     (folder / "arc.jsonl").write_text('{"id": "a"}\n' * 7)
     with pytest.raises(UserError) as caught:

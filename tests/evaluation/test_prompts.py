@@ -118,3 +118,16 @@ def test_every_arm_has_one_bos_where_template_and_tokenizer_both_add_one(
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     with pytest.raises(UserError, match="two BOS"):
         build_prompts(suite, [item_from_row(_row(99))], tokenizer, arm=arm, few_shot=rows)
+
+
+@pytest.mark.parametrize(("task", "needed"), [("choice", 5 + 7), ("text", 1 + 7)])
+def test_choices_and_texts_too_long_for_the_context_are_named(
+    suite: Suite, tiny_tokenizer: Any, task: str, needed: int
+) -> None:
+    changed = suite.model_copy(update={"task": task, "prompt_format": "raw"})
+    asked = ({"role": "user", "content": "why?\n"},)
+    item = Item("a", asked, "because", "a", check={"choices": ["because", "no"]})
+    prompts = build_prompts(changed, [item], tiny_tokenizer, arm="tuned")
+    refuse_too_long(changed, [item], prompts, needed, "tuned", tiny_tokenizer)
+    with pytest.raises(UserError, match=f"needs {needed} tokens; the context is {needed - 1}"):
+        refuse_too_long(changed, [item], prompts, needed - 1, "tuned", tiny_tokenizer)

@@ -168,3 +168,29 @@ def test_decoding_that_we_cannot_follow_is_refused() -> None:
         decoding_of({"num_beams": 4})
     with pytest.raises(UserError, match=r"'repetition_penalty: 1\.2', which is not supported"):
         decoding_of({"repetition_penalty": 1.2})
+
+
+def test_items_of_a_task_cannot_be_pinned(task_suite: Make, tmp_path: Path) -> None:
+    from finetune.evaluation.pin import pin_items
+
+    suite = task_suite("larger_choice")
+    with pytest.raises(UserError, match="no items that could be pinned"):
+        pin_items(suite, load_suite_data(suite).items, [], folder=tmp_path)
+
+
+def test_a_recipe_names_a_task_as_a_suite(tiny_model_folder: Path, tmp_path: Path) -> None:
+    from finetune.pipeline.inputs import gather_inputs
+    from finetune.recipe.resolve import resolved_yaml
+
+    (tmp_path / "mine.yaml").write_text("name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"recipe: 1\nname: mine\nmodel: {{id: {tiny_model_folder}}}\ndata: {{spec: mine.yaml}}\n"
+        "eval: {suites: [home_intents, 'lm_eval:arc_easy']}\n"
+    )
+    inputs = gather_inputs(str(recipe))
+    assert [suite.name for suite in inputs.suites] == ["home_intents", "lm_eval-arc_easy"]
+    assert "lm_eval:arc_easy" in resolved_yaml(inputs.recipe)
+    recipe.write_text(recipe.read_text().replace("arc_easy", ""))
+    with pytest.raises(UserError, match="names no task"):
+        gather_inputs(str(recipe))
