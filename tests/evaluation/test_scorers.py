@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -353,3 +354,45 @@ def test_a_schema_that_is_none_is_refused_and_nothing_is_fetched() -> None:
         make_scorer("json_schema", {"schema": {"type": "intger"}})
     with pytest.raises(ValueError, match="outside itself"):
         _score("json_schema", "3", schema={"$ref": "http://127.0.0.1:9/schema.json"})
+
+
+MEASURED = (
+    '{"choices": ["Paris", "New York City", "Rome"], "log_likelihoods": [-6.0, -7.0, -5.0], '
+    '"tokens": [2, 4, 1], "bytes": [5, 13, 4]}'
+)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "winner"),
+    [
+        ("choice_accuracy", "Rome"),  # -6, -7, -5
+        ("choice_accuracy_per_token", "New York City"),  # -3, -1.75, -5
+        ("choice_accuracy_per_byte", "New York City"),  # -1.2, -0.54, -1.25
+    ],
+)
+def test_the_likeliest_choice_by_hand(scorer: str, winner: str) -> None:
+    for choice in ("Paris", "New York City", "Rome"):
+        assert _score(scorer, MEASURED, choice) == float(choice == winner)
+
+
+def test_of_equal_choices_the_first_counts() -> None:
+    measured = '{"choices": ["a", "b"], "log_likelihoods": [-1.0, -1.0], "tokens": [1, 1], "bytes": [1, 1]}'
+    assert (_score("choice_accuracy", measured, "a"), _score("choice_accuracy", measured, "b")) == (1.0, 0.0)
+
+
+def test_likelihoods_of_texts_by_hand() -> None:
+    # Two texts of 2 and 6 tokens, 4 and 12 bytes: means 4 and 8. Nats -3 and -9: 12 / 8 a token, 12 / ln 2 / 16 a byte.
+    texts = [
+        f'{{"log_likelihood": {nats}, "tokens": {tokens}, "bytes": {size}, "mean_tokens": 4, "mean_bytes": 8, "kl": {kl}}}'
+        for nats, tokens, size, kl in ((-3.0, 2, 4, 0.5), (-9.0, 6, 12, 1.5))
+    ]
+
+    def mean(scorer: str) -> float:
+        return sum(_score(scorer, text) for text in texts) / len(texts)
+
+    assert mean("nll_per_token") == pytest.approx(12 / 8)
+    assert mean("bits_per_byte") == pytest.approx(12 / math.log(2) / 16)
+    assert mean("kl_per_token") == pytest.approx(2.0 / 8)
+    assert not any(
+        find_scorer(name).higher_is_better for name in ("nll_per_token", "bits_per_byte", "kl_per_token")
+    )
