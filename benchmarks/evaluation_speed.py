@@ -141,23 +141,8 @@ def measure(
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--arm", choices=["zero_shot", "few_shot", "tuned"])
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--model", default="builtin:smollm2-135m-instruct")
-    parser.add_argument("--with-generate", action="store_true", help="also transformers' generate by itself")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    arms = [given.arm] if given.arm else ["few_shot", "tuned"]
-    found = [
-        measure(
-            given.items, given.batch_size, arm, given.dtype, given.model, with_generate=given.with_generate
-        )
-        for arm in arms
-    ]
+def report(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown of several arms' measurements."""
     rows = []
     for one in found:
         fastest = one["backends"]["finetune"]["seconds"]
@@ -179,7 +164,7 @@ def main() -> None:
         "time / ours",
     ]
     first = found[0]
-    lines = [
+    return [
         f"{first['items']} items of home_intents on {first['model']}, {first['dtype']}, greedy, at most "
         f"{first['max_new_tokens']} tokens, batch {first['batch_size']}, one run each, one after the other.",
         "Shared prefix of the prompts: "
@@ -203,7 +188,26 @@ def main() -> None:
             if name != "finetune"
         ),
     ]
-    write_section("Evaluation: items answered beside other backends", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--arm", choices=["zero_shot", "few_shot", "tuned"])
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--model", default="builtin:smollm2-135m-instruct")
+    parser.add_argument("--with-generate", action="store_true", help="also transformers' generate by itself")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    arms = [given.arm] if given.arm else ["few_shot", "tuned"]
+    found = [
+        measure(
+            given.items, given.batch_size, arm, given.dtype, given.model, with_generate=given.with_generate
+        )
+        for arm in arms
+    ]
+    write_section("Evaluation: items answered beside other backends", report(found))
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 
