@@ -27,36 +27,33 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     not UTF-8), a repeated key, nesting beyond 250 levels, and anything that is not an object.
     """
     parsed = parse_value(raw)
-    if not isinstance(parsed, dict):
-        kind = "null" if parsed is None else _NO_ROW.get(type(parsed), type(parsed).__name__)
-        raise RowError(f"a row must be a JSON object, this is a {kind}")
-    return parsed
+    if type(parsed) is dict:
+        return parsed
+    kind = "null" if parsed is None else _NO_ROW.get(type(parsed), type(parsed).__name__)
+    raise RowError(f"a row must be a JSON object, this is a {kind}")
 
 
 def parse_value(raw: bytes) -> Any:
     """Any JSON value, under the same rules."""
     try:
         parsed = orjson.loads(raw)
-        if _may_be_changed(raw, parsed):
-            parsed = json.loads(raw, object_pairs_hook=_object_of_pairs)
+        written = orjson.dumps(parsed)
+        if written == raw or not _may_be_changed(raw, written):  # mostly the first, which is quick
+            return parsed
+        return json.loads(raw, object_pairs_hook=_object_of_pairs)
     except (RecursionError, orjson.JSONEncodeError):  # orjson writes fewer levels than it reads
         raise RowError("not valid JSON: nested too deeply") from None
     except RowError:
         raise
     except ValueError as error:
         raise RowError(f"not valid JSON: {error}") from None
-    return parsed
 
 
-def _may_be_changed(raw: bytes, parsed: Any) -> bool:
+def _may_be_changed(raw: bytes, written: bytes) -> bool:
     """Whether orjson may have dropped a repeated key (then colons are missing) or rounded a long integer.
 
-    The tests go from quick to slow: what is written back byte for byte is unchanged; a run of 19 digits has one of them
-    at a place that is a multiple of 19.
+    The tests go from quick to slow; a run of 19 digits has one of them at a place that is a multiple of 19.
     """
-    written = orjson.dumps(parsed)
-    if written == raw:
-        return False
     sample = raw[18::19]
     if len(sample.translate(None, _DIGITS)) != len(sample) and _LONG_INTEGER.search(raw):
         return True

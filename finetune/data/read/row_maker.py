@@ -10,7 +10,7 @@ from typing import Any
 from finetune.data.fold import fold_text, normalised_opening
 from finetune.data.read.json_line import parse_value
 from finetune.data.read.record import Record, RowError
-from finetune.data.read.shapes import RULES, Fields, shape_fields, shape_of
+from finetune.data.read.shapes import RULES, Fields, plain_turns, shape_fields, shape_of
 from finetune.data.read.turns import INSTRUCTING, TurnKeys, as_text
 from finetune.data.rows import Row, Turn, digest_content
 from finetune.data.spec_source import RowsSource, Shape
@@ -33,6 +33,10 @@ class RowMaker:
         self._json_columns = [(column, path_getter(column)) for column in source.json_columns]
         self._tags = [(tag, path_getter(tag)) for tag in source.tags]
         self._group_by = path_getter(source.group_by) if source.group_by else None
+        # Where nothing in the spec changes what the keys of a record mean.
+        self._may_be_plain = source.shape in ("auto", "messages") and not (
+            source.columns or source.json_columns or source.role_key or source.content_key or source.roles
+        )
         own = {*source.tags, *([source.group_by] if source.group_by else [])}
         mapped = {column for said in source.columns.values() for column in columns_in(said)}
         self._used: dict[Shape, frozenset[str]] = {
@@ -42,21 +46,25 @@ class RowMaker:
 
     def __call__(self, record: Record) -> Row:
         """The row of a record. Raises RowError with the reason when there is none."""
-        source, given = self._source, record.value
-        if self._json_columns:
-            given = self._parsed(given)
-        mapped = self._mapped(given) if self._columns else given
-        shape = shape_of(mapped) if source.shape == "auto" else source.shape
-        fields = shape_fields(mapped, shape, self._keys)
+        given = record.value
+        if self._may_be_plain and (turns := plain_turns(given)) is not None:
+            shape: Shape = "messages"
+            row = self._row(record.line, given, turns, {})
+        else:
+            if self._json_columns:
+                given = self._parsed(given)
+            mapped = self._mapped(given) if self._columns else given
+            shape = shape_of(mapped) if self._source.shape == "auto" else self._source.shape
+            fields = shape_fields(mapped, shape, self._keys)
+            row = self._row(record.line, given, fields.pop("messages", []), fields)
         if not self._used[shape].issuperset(given):
             self._ignored_keys.update([key for key in given if key not in self._used[shape]])
-        return self._row(record.line, given, fields)
+        return row
 
-    def _row(self, line: int, given: dict[str, Any], fields: Fields) -> Row:
-        source = self._source
-        messages: list[Turn] = fields.pop("messages", [])
-        if source.system is not None and messages and messages[0]["role"] not in INSTRUCTING:
-            messages.insert(0, {"role": "system", "content": source.system})
+    def _row(self, line: int, given: dict[str, Any], messages: list[Turn], fields: Fields) -> Row:
+        system = self._source.system
+        if system is not None and messages and messages[0]["role"] not in INSTRUCTING:
+            messages.insert(0, {"role": "system", "content": system})
         learnt = [messages, sorted(fields.items())] if fields else [messages]
         return Row(
             f"row-{digest_content(learnt)[:16]}",

@@ -10,6 +10,7 @@ from finetune.data.read.pairs import preference_fields
 from finetune.data.read.record import RowError
 from finetune.data.read.turns import (
     INSTRUCTING,
+    ROLES,
     TurnKeys,
     described,
     from_json_text,
@@ -43,10 +44,9 @@ class ShapeRule:
 
 def shape_of(given: Given) -> Shape:
     """The shape that the keys of a row have, by fixed precedence. Raises RowError when they make none."""
-    if "messages" in given and "chosen" not in given and "input_ids" not in given and "rejected" not in given:
-        return "messages"
+    keys = given.keys()
     for shape, needs in _AUTOMATIC:
-        if all(key in given for key in needs):
+        if keys >= needs:
             return shape
     for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if one in given:
@@ -93,6 +93,29 @@ def _messages(given: Given, keys: TurnKeys) -> Fields:
     turns = turns_of(given["messages"], "messages", keys)
     require_answer(turns)
     return _chat(given, turns)
+
+
+def plain_turns(given: Given) -> list[Turn] | None:
+    """The turns of the commonest record, told quickly: `messages` of known roles and texts, and nothing beside
+    them that counts. None for every other record, which is no verdict: the rules of its shape tell what it is.
+    """
+    listed = given.get("messages")
+    if type(listed) is not list or not _BESIDE_MESSAGES.isdisjoint(given):
+        return None
+    turns: list[Turn] = []
+    answered = False
+    for turn in listed:
+        if type(turn) is not dict or len(turn) != 2:
+            return None
+        role, content = turn.get("role"), turn.get("content")
+        if type(content) is not str or role not in ROLES:
+            return None
+        if role == "assistant":
+            if not content:
+                return None
+            answered = True
+        turns.append({"role": role, "content": content})
+    return turns if answered else None
 
 
 def _sharegpt(given: Given, keys: TurnKeys) -> Fields:
@@ -234,6 +257,8 @@ def _integers(value: Any, key: str) -> list[int]:
 
 
 _BESIDE = frozenset({"tools", "system"})
+# Keys that, beside messages, make a record more or something else than a plain conversation.
+_BESIDE_MESSAGES = _BESIDE | {"input_ids", "chosen", "rejected", "completions"}
 _PROMPT = ("prompt", "completion")
 RULES: dict[Shape, ShapeRule] = {
     "messages": ShapeRule(("messages",), _BESIDE | {"messages"}, _messages),
@@ -252,15 +277,15 @@ RULES: dict[Shape, ShapeRule] = {
 }
 assert {"auto", *RULES} == set(get_args(Shape))
 # What the keys of a row mean when the spec does not say: the first of these whose keys it has.
-_AUTOMATIC: tuple[tuple[Shape, tuple[str, ...]], ...] = (
-    ("tokens", ("input_ids",)),
-    ("preference", ("chosen", "rejected")),
-    ("stepwise", ("prompt", "completions", "labels")),
-    ("messages", ("messages",)),
-    ("kto", (*_PROMPT, "label")),
-    ("sharegpt", ("conversations",)),
-    ("alpaca", ("instruction", "output")),
-    ("prompt_completion", _PROMPT),
-    ("text", ("text",)),
+_AUTOMATIC: tuple[tuple[Shape, frozenset[str]], ...] = (
+    ("tokens", frozenset({"input_ids"})),
+    ("preference", frozenset({"chosen", "rejected"})),
+    ("stepwise", frozenset({"prompt", "completions", "labels"})),
+    ("messages", frozenset({"messages"})),
+    ("kto", frozenset({*_PROMPT, "label"})),
+    ("sharegpt", frozenset({"conversations"})),
+    ("alpaca", frozenset({"instruction", "output"})),
+    ("prompt_completion", frozenset(_PROMPT)),
+    ("text", frozenset({"text"})),
 )
 SHAPES_BY_PRECEDENCE: tuple[Shape, ...] = tuple(shape for shape, _ in _AUTOMATIC)
