@@ -25,22 +25,25 @@ def review(
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a page with answers of both arms, unnamed and shuffled; verdicts are saved at once and survive a restart."""
+    from finetune.evaluation.reviewed import review_file
     from finetune.evaluation.saved_arms import RunAnswers, find_baseline
-    from finetune.report.review.sample import draw_review
+    from finetune.report.page import write_report
+    from finetune.report.review.sample import draw_review, readable_suite, scorer_says
     from finetune.report.review.server import ReviewServer
     from finetune.report.review.verdicts import VerdictFile, review_lines, summarise_review
 
     answers = RunAnswers.open(run)
-    chosen = answers.load_suites([suite] if suite is not None else None)[0]
+    suites = answers.load_suites([suite] if suite is not None else None)
+    chosen = readable_suite(suites, named=suite is not None)
     drawn = draw_review(
         chosen.name,
-        chosen.primary_metric,
+        scorer_says(chosen),
         find_baseline(baseline, answers, chosen).records(),
         answers.tuned(chosen.name).records(),
         n=items,
         seed=seed,
     )
-    verdicts = VerdictFile(run / "eval" / "review.jsonl")
+    verdicts = VerdictFile(review_file(run))
     if not summary:
         server = ReviewServer(drawn, verdicts, port=port)
         note(f"open {server.url}\n{len(drawn)} items; keys 1 to 4 decide; end with Ctrl-C")
@@ -50,6 +53,6 @@ def review(
             note("")
         finally:
             server.server_close()
-    saved = verdicts.read()
-    found = summarise_review([saved[key] for item in drawn if (key := (item.suite, item.item)) in saved])
+        write_report(run)  # it shows what was read
+    found = summarise_review(verdicts.of(drawn))
     emit({**found, "planned": len(drawn)}, "\n".join(review_lines(found, len(drawn))), as_json=as_json)

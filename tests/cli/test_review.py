@@ -54,7 +54,7 @@ def test_the_summary_counts_what_was_read_of_this_draw(run: Path) -> None:
     verdicts = VerdictFile(run / "eval" / "review.jsonl")
     for number in range(50):
         item = ReviewItem(
-            f"i{number}", "task", "fixed", "p", "r", {"baseline": "a", "tuned": "b"},
+            f"i{number}", "task", "fixed", "p", "r", {"baseline": "zero_shot", "tuned": "tuned"},
             {"baseline": False, "tuned": True}, ("baseline", "tuned"),
         )  # fmt: skip
         verdicts.add(item, "2", "")

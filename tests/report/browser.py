@@ -83,7 +83,12 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 500,
         )
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.go(path.resolve().as_uri())
+
+    def go(self, url: str) -> None:
+        """Load an address and wait until it is loaded: what is asked next is asked of the new page."""
+        loader = self.send("Page.navigate", url=url).get("loaderId")
+        assert loader is not None, url
         while self._receive().get("method") != "Page.loadEventFired":
             pass
 

@@ -7,13 +7,15 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finetune.errors import UserError
-from finetune.report.review.sample import ReviewItem, draw_review
+from finetune.evaluation.suite import load_suite
+from finetune.report.review.sample import ReviewItem, draw_review, readable_suite, scorer_says
 from finetune.report.review.server import ReviewServer
 from finetune.report.review.verdicts import VerdictFile, review_lines, summarise_review
 
@@ -23,17 +25,25 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 def _records(arm: str, scores: list[float]) -> list[dict[str, Any]]:
     return [
         {
-            "item": f"item-{index}", "arm": arm, "cluster": "c", "prompt": f"question {index}", "reference": "ref",
+            "item": f"item-{index}", "arm": arm, "cluster": "c", "prompt": f"<{arm}> prompt", "question": f"question {index}",
+            "reference": "ref",
             "output": f"{arm} {index} {HOSTILE}", "scores": {"m": score},
         }
         for index, score in enumerate(scores)
     ]  # fmt: skip
 
 
+def _is_right(record: dict[str, Any]) -> bool | None:
+    score = record["scores"]["m"]
+    return None if score is None else bool(score == 1.0)
+
+
 def _draw(n: int = 12, seed: int = 3) -> list[ReviewItem]:
     before = [0.0, 1.0, 0.0, 1.0] * 15
     after = [1.0, 0.0, 0.0, 1.0] * 15
-    return draw_review("task", "m", _records("few_shot", before), _records("tuned", after), n=n, seed=seed)
+    return draw_review(
+        "task", _is_right, _records("few_shot", before), _records("tuned", after), n=n, seed=seed
+    )
 
 
 @pytest.fixture
@@ -76,10 +86,46 @@ def test_the_draw_is_even_over_the_strata_and_seeded(items: list[ReviewItem]) ->
 
 
 def test_a_small_stratum_is_filled_up_from_the_others() -> None:
-    drawn = draw_review(
-        "t", "m", _records("few_shot", [0.0] * 20), _records("tuned", [0.0] * 18 + [1.0] * 2), n=10, seed=1
-    )
+    after = _records("tuned", [0.0] * 18 + [1.0] * 2)
+    drawn = draw_review("t", _is_right, _records("few_shot", [0.0] * 20), after, n=10, seed=1)
     assert Counter(item.stratum for item in drawn) == {"both_wrong": 8, "fixed": 2}
+
+
+def test_a_larger_draw_holds_the_smaller_one_with_the_same_sides() -> None:
+    few, many = _draw(n=12), {item.item: item for item in _draw(n=40)}
+    assert all(many[item.item] == item for item in few)
+
+
+def test_items_of_which_the_scorer_knows_nothing_are_not_drawn() -> None:
+    before, after = _records("few_shot", [0.0, 1.0] * 4), _records("tuned", [1.0] * 8)
+    after[3]["scores"]["m"] = None
+    drawn = draw_review("t", _is_right, before, after, n=40, seed=1)
+    assert len(drawn) == 7 and "item-3" not in {item.item for item in drawn}
+
+
+def _suite(folder: Path, name: str, scorer: str, task: str = "generate") -> Any:
+    (folder / "items.jsonl").write_text("")
+    text = f"suite: 1\nname: {name}\ntask: {task}\nitems: {{jsonl: items.jsonl}}\nscorers: [{scorer}]\nprimary_metric: m\n"
+    (folder / f"{name}.yaml").write_text(text)
+    return load_suite(folder / f"{name}.yaml")
+
+
+def test_answers_are_read_not_likelihoods(tmp_path: Path) -> None:
+    texts = _suite(tmp_path, "texts", "{scorer: nll_per_token, metric: m}", "text")
+    written = _suite(tmp_path, "written", "{scorer: text_match, metric: m}")
+    assert readable_suite([texts, written], named=False) is written
+    with pytest.raises(UserError, match="texts measures likelihoods"):
+        readable_suite([texts], named=True)
+    with pytest.raises(UserError, match="has no answers to read"):
+        readable_suite([texts], named=False)
+
+
+def test_a_judges_pass_is_what_a_reader_is_compared_with(tmp_path: Path) -> None:
+    judged = "{scorer: judge, metric: m, parameters: {rubric: r, local: 'builtin:x', scale: [1, 5]}}"
+    says = scorer_says(_suite(tmp_path, "judged", judged))
+    assert [says({"scores": {"m": score}}) for score in (3.0, 4.0, None)] == [False, True, None]
+    says = scorer_says(_suite(tmp_path, "written", "{scorer: text_match, metric: m}"))
+    assert [says({"scores": {"m": score}}) for score in (0.9, 1.0)] == [False, True]
 
 
 def test_the_state_names_no_arm_and_shows_hidden_characters(server: ReviewServer) -> None:
@@ -99,9 +145,23 @@ def test_verdicts_are_saved_at_once_and_the_last_one_counts(
     assert len(lines) == 2
     saved = server.verdicts.read()["task", items[0].item]
     assert saved["right"] == {items[0].sides[0]: False, items[0].sides[1]: True}
+    assert saved["answers"] == items[0].digests
     state = json.loads(_ask(server, "GET", f"/state{token}")[1])
     assert state["items"][0]["decided"] == {"key": "2", "note": ""}
     assert state["items"][1]["decided"] is None
+
+
+def test_a_verdict_counts_for_these_answers_whichever_side_they_stand_on(
+    server: ReviewServer, items: list[ReviewItem]
+) -> None:
+    server.verdicts.add(items[0], "1", "kept")
+    server.items[0] = replace(items[0], sides=(items[0].sides[1], items[0].sides[0]))
+    assert server.state()["items"][0]["decided"] == {"key": "2", "note": "kept"}
+    assert len(server.verdicts.of([items[0]])) == 1
+    changed = replace(items[0], answers={**items[0].answers, "tuned": "another answer"})
+    server.items[0] = changed
+    assert server.state()["items"][0]["decided"] is None
+    assert server.verdicts.of([changed]) == []
 
 
 @pytest.mark.parametrize(
@@ -161,26 +221,32 @@ def test_a_port_in_use_is_a_user_error(server: ReviewServer, tmp_path: Path) -> 
         ReviewServer([], VerdictFile(tmp_path / "x"), port=server.server_address[1])
 
 
-def _verdict(tuned_right: bool, scorer_right: bool = True) -> dict[str, Any]:
+def _verdict(tuned_right: bool, scorer_right: bool = True, n: int = 0) -> dict[str, Any]:
     return {
-        "suite": "task", "item": "i", "note": "", "right": {"baseline": True, "tuned": tuned_right},
+        "suite": "task", "item": f"i{n}", "note": "", "right": {"baseline": True, "tuned": tuned_right},
         "scorer": {"baseline": True, "tuned": scorer_right},
     }  # fmt: skip
 
 
 def test_no_failure_in_forty_proves_a_rate_below_seven_percent() -> None:
-    found = summarise_review([_verdict(True)] * 40)
+    found = summarise_review([_verdict(True, n=n) for n in range(40)])
     assert found["failure_rate_below"] == pytest.approx(0.0722, abs=1e-4)
+    assert "no tuned answer of 40 was found wrong" in "\n".join(review_lines(found, 40))
     assert "below 7.2% (95 %)" in "\n".join(review_lines(found, 40))
-    assert summarise_review([_verdict(True)] * 39 + [_verdict(False)])["failure_rate_below"] is None
+    one = summarise_review([_verdict(n > 0, n=n) for n in range(40)])
+    assert one["failure_rate_below"] == pytest.approx(0.1132, abs=1e-4)  # Clopper & Pearson, 1 of 40
+    assert "1 tuned answers of 40 were found wrong" in "\n".join(review_lines(one, 40))
 
 
 def test_agreement_and_kappa_by_hand() -> None:
-    verdicts = [_verdict(True, True), _verdict(False, False), _verdict(True, False), _verdict(False, True)]
+    outcomes = [(True, True), (False, False), (True, False), (False, True)]
+    verdicts = [_verdict(*outcome, n=n) for n, outcome in enumerate(outcomes)]
     found = summarise_review(verdicts)
     assert (found["answers"], found["agreed"], found["tuned_wrong"]) == (8, 6, 2)
     # 8 pairs: both yes 5, both no 1, reader only 1, scorer only 1; chance = .75 * .75 + .25 * .25
     assert found["kappa"] == pytest.approx((0.75 - 0.625) / 0.375)
+    assert found["kappa_low"] < found["kappa"] < found["kappa_high"]
+    assert "kappa 0.33 [" in "\n".join(review_lines(found, 4))
     assert len(found["disagreements"]) == 2
     assert summarise_review([_verdict(True)])["kappa"] is None
     assert summarise_review([])["agreement"] is None
@@ -190,21 +256,26 @@ def test_agreement_and_kappa_by_hand() -> None:
 def _open(tab: Any, url: str) -> None:
     tab.messages.clear()
     tab.requests.clear()
-    tab.send("Page.navigate", url=url)
-    tab.evaluate(
-        "new Promise((done) => { const look = () => document.querySelector('#question')?.textContent ? done(true) : "
-        "setTimeout(look, 20); look(); })"
-    )
+    tab.go(url)
+    _until(tab, "document.querySelector('#question').textContent")
+
+
+_CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Escape": 27}
 
 
 def _press(tab: Any, key: str) -> None:
-    tab.evaluate(f"document.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
+    """A key as a keyboard sends it: to whatever has the focus, with its text where it has one."""
+    printed = {} if key in _CODES else {"text": key}
+    code = _CODES.get(key, ord(key.upper()[0]))
+    tab.send("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **printed)
+    tab.send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
 
 def _until(tab: Any, condition: str) -> None:
-    tab.evaluate(
-        f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) : setTimeout(look, 20); look(); }})"
-    )
+    assert tab.evaluate(
+        f"new Promise((done) => {{ let left = 500; const look = () => ({condition}) ? done(true) : left-- ? "
+        "setTimeout(look, 20) : done(false); look(); })"
+    ), condition
 
 
 def test_the_page_is_read_with_keys_and_model_text_stays_text(
@@ -217,20 +288,66 @@ def test_the_page_is_read_with_keys_and_model_text_stays_text(
     _press(tab, "3")
     _until(tab, "document.querySelector('#count').textContent.startsWith('1 of')")
     assert tab.evaluate("document.querySelector('#place').textContent") == "2 / 12"
-    tab.evaluate("document.querySelector('#note').value = 'odd'")
+    _press(tab, "n")
+    for key in "odd 3":
+        _press(tab, key)  # a digit in a note is no verdict
+    _press(tab, "Escape")
     _press(tab, "4")
     _until(tab, "document.querySelector('#count').textContent.startsWith('2 of')")
     saved = server.verdicts.read()
     assert saved["task", items[0].item]["right"] == {"baseline": True, "tuned": True}
-    assert saved["task", items[1].item]["note"] == "odd"
+    assert saved["task", items[1].item]["note"] == "odd 3"
     _press(tab, "ArrowLeft")
     assert tab.evaluate("document.querySelector('[data-key=\"4\"]').getAttribute('aria-pressed')") == "true"
     assert tab.messages == []
     assert all(request.startswith((f"http://{server.host}/", "data:")) for request in tab.requests)
+    _press(tab, "n")
+    _press(tab, "x")
+    _press(tab, "Escape")  # a note that is changed later is saved at once, with the verdict that stands
+    _until(tab, "document.querySelector('#said').textContent === 'Saved.'")
+    assert server.verdicts.read()["task", items[1].item]["note"] == "odd 3x"
+    assert server.verdicts.read()["task", items[1].item]["key"] == "4"
     tab.screenshot(tmp_path / "review.png")
 
     _open(tab, server.url)  # a restart goes on at the first item that is open
     assert tab.evaluate("document.querySelector('#place').textContent") == "3 / 12"
+    assert tab.evaluate("document.querySelector('#progress').value") == 2
+
+
+def test_the_page_names_no_arm_and_hides_which_side_is_which(
+    tab: Any, server: ReviewServer, items: list[ReviewItem]
+) -> None:
+    """Everything that reaches the browser, not only what is shown: neither arm is named, and sides differ by item."""
+    for item in items:
+        for arm in item.answers:
+            item.answers[arm] = f"answer {(arm == 'tuned' and 1) or 0} of {item.item}"
+    _open(tab, server.url)
+    received = tab.evaluate("fetch('/state' + location.search).then((answer) => answer.text())")
+    shown = tab.evaluate("document.documentElement.outerHTML")
+    for word in ("tuned", "baseline", "few_shot", "stratum", "broken", "both_wrong", "scorer"):
+        assert word not in received, word
+        assert word not in shown, word
+    lefts = [item["left"].startswith("answer 1") for item in json.loads(received)["items"]]
+    assert True in lefts and False in lefts
+    assert lefts == [item.sides[0] == "tuned" for item in items]
+
+
+def test_a_wrong_token_shows_nothing_to_the_browser(tab: Any, server: ReviewServer) -> None:
+    tab.messages.clear()
+    tab.go(f"http://{server.host}/?token=guessed")
+    assert "open the address that the command printed" in tab.evaluate("document.body.textContent")
+    assert tab.evaluate("document.querySelector('#question')") is None
+    tab.messages.clear()
+
+
+def test_a_verdict_that_cannot_be_saved_is_said(tab: Any, server: ReviewServer) -> None:
+    _open(tab, server.url)
+    server.shutdown()
+    server.server_close()
+    _press(tab, "1")
+    _until(tab, "document.querySelector('#said').textContent === 'Not saved: the command has ended'")
+    assert tab.evaluate("document.querySelector('#place').textContent") == "1 / 12"
+    tab.messages.clear()  # the browser's own remark on the refused connection
 
 
 def test_the_page_fits_a_phone_and_says_when_all_is_read(

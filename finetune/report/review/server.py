@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.report.review.local_page import LocalPage
 from finetune.report.review.sample import ReviewItem
-from finetune.report.review.verdicts import VerdictFile
+from finetune.report.review.verdicts import VerdictFile, key_of
 from finetune.report.untrusted import visible
 
 
@@ -48,7 +48,7 @@ class ReviewServer(LocalPage):
 
 
 def _decision(item: ReviewItem, saved: dict[str, Any] | None) -> dict[str, str] | None:
-    """A saved decision as keys of this draw; None when there is none or the sides stood otherwise then."""
-    if saved is None or saved["sides"] != list(item.sides):
+    """A saved decision as a key of this draw, whichever sides the arms stood on then; None when it was on other answers."""
+    if saved is None or saved["answers"] != item.digests:
         return None
-    return {"key": saved["key"], "note": saved["note"]}
+    return {"key": key_of(saved["right"], item.sides), "note": saved["note"]}

@@ -12,8 +12,8 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.paths import disk_faults, read_jsonl
 from finetune.report.review.sample import ReviewItem
-from finetune.stats.agreement import cohens_kappa
-from finetune.stats.means import wilson_interval
+from finetune.stats import failure_rate_upper_bound
+from finetune.stats.agreement import agreement
 
 # Key -> is the left answer right, is the right-hand answer right.
 KEYS = {"1": (True, False), "2": (False, True), "3": (True, True), "4": (False, False)}
@@ -31,6 +31,12 @@ class VerdictFile:
         lines = read_jsonl(self.path) if self.path.is_file() else []
         return {(line["suite"], line["item"]): line for line in lines}
 
+    def of(self, items: Sequence[ReviewItem]) -> list[dict[str, Any]]:
+        """The decisions on these items' very answers; one on an older answer does not count."""
+        saved = self.read()
+        found = [(item, saved.get((item.suite, item.item))) for item in items]
+        return [line for item, line in found if line is not None and line["answers"] == item.digests]
+
     def add(self, item: ReviewItem, key: str, note: str) -> dict[str, Any]:
         """Save one decision and push it to the disk. Raises UserError for an unknown key or a note beyond bounds."""
         if key not in KEYS:
@@ -46,6 +52,7 @@ class VerdictFile:
             "key": key,
             "right": right,
             "scorer": item.right,
+            "answers": item.digests,
             "note": note,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -58,30 +65,33 @@ class VerdictFile:
         return line
 
 
+def key_of(right: Mapping[str, bool], sides: Sequence[str]) -> str:
+    """The key that says the same with the arms on these sides."""
+    wanted = tuple(right[side] for side in sides)
+    return next(key for key, decided in KEYS.items() if decided == wanted)
+
+
 def summarise_review(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Agreement of reader and scorer over both answers of every read item, with Cohen's kappa, and the disagreements.
+    """Agreement of reader and scorer over both answers of every read item, with Cohen's kappa, both with interval, and the
+    disagreements.
 
     `tuned_wrong` counts items whose tuned answer the reader found wrong; `failure_rate_below` is the exact one-sided 95 %
-    bound on the failure rate when there were none (0 of 40: below 7.2 %), else None. The sample is drawn evenly from
-    four outcomes, so these rates are of the sample, not of the suite.
+    bound on the failure rate that this shows (0 of 40: below 7.2 %). The sample is drawn evenly from four outcomes, so
+    these rates are of items drawn like these, not of the suite.
     """
     pairs = [
         (verdict["right"][arm], verdict["scorer"][arm]) for verdict in verdicts for arm in verdict["right"]
     ]
-    n = len(pairs)
-    agreed = sum(reader == scorer for reader, scorer in pairs)
-    low, high = wilson_interval(agreed, n) if n else (None, None)
+    items = [(verdict["suite"], verdict["item"]) for verdict in verdicts for _ in verdict["right"]]
+    found = agreement(pairs, clusters=items)
     wrong = sum(not verdict["right"]["tuned"] for verdict in verdicts)
+    bound = failure_rate_upper_bound(wrong, len(verdicts)) if verdicts else None
     return {
         "read": len(verdicts),
-        "answers": n,
-        "agreed": agreed,
-        "agreement": agreed / n if n else None,
-        "low": low,
-        "high": high,
-        "kappa": cohens_kappa(pairs),
+        "answers": len(pairs),
+        **{key: value for key, value in found.to_dict().items() if key != "n"},
         "tuned_wrong": wrong,
-        "failure_rate_below": 1.0 - 0.05 ** (1.0 / len(verdicts)) if verdicts and not wrong else None,
+        "failure_rate_below": bound,
         "disagreements": [
             {"suite": verdict["suite"], "item": verdict["item"], "arm": arm, "note": verdict["note"]}
             for verdict in verdicts
@@ -95,19 +105,24 @@ def review_lines(summary: Mapping[str, Any], planned: int) -> list[str]:
     """The summary for a terminal."""
     if not summary["read"]:
         return [f"0 of {planned} items read"]
-    kappa = "not defined" if summary["kappa"] is None else f"{summary['kappa']:.2f}"
-    lines = [
+    kappa = "kappa not defined (only one kind of answer)"
+    if summary["kappa"] is not None:
+        kappa = f"kappa {summary['kappa']:.2f}"
+        if summary["kappa_low"] is not None:
+            kappa += f" [{summary['kappa_low']:.2f}, {summary['kappa_high']:.2f}]"
+    wrong = (
+        f"no tuned answer of {summary['read']} was"
+        if not summary["tuned_wrong"]
+        else (f"{summary['tuned_wrong']} tuned answers of {summary['read']} were")
+    )
+    return [
         f"{summary['read']} of {planned} items read",
         f"reader and scorer agree on {summary['agreed']} of {summary['answers']} answers: {summary['agreement']:.1%} "
-        f"[{summary['low']:.1%}, {summary['high']:.1%}], kappa {kappa}",
+        f"[{summary['low']:.1%}, {summary['high']:.1%}], {kappa}",
+        *(
+            f"  they differ: {one['suite']} {one['item']} ({one['arm']}) {one['note']}".rstrip()
+            for one in summary["disagreements"]
+        ),
+        f"{wrong} found wrong: the failure rate on items drawn like these is below "
+        f"{summary['failure_rate_below']:.1%} (95 %)",
     ]
-    lines += [
-        f"  they differ: {one['suite']} {one['item']} ({one['arm']}) {one['note']}"
-        for one in summary["disagreements"]
-    ]
-    if summary["failure_rate_below"] is not None:
-        lines.append(
-            f"no tuned answer of {summary['read']} was found wrong: its failure rate on items drawn like these is below "
-            f"{summary['failure_rate_below']:.1%} (95 %)"
-        )
-    return lines
