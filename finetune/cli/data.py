@@ -43,14 +43,29 @@ BuildsOption = Annotated[
 
 @app.command()
 def build(
-    spec: Annotated[str, typer.Argument(help=_SPEC_HELP)],
+    spec: Annotated[str | None, typer.Argument(help=_SPEC_HELP)] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", help="Build the dataset of this recipe, without train rows that its suites ask."
+        ),
+    ] = None,
     builds: BuildsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Read, check and split the rows of a spec; the same inputs find the same build again."""
-    made = _build(spec, builds)
-    manifest = made.manifest
-    emit({"folder": str(made.folder), **manifest}, _describe(made), as_json=as_json)
+    from finetune.errors import UserError
+
+    if (spec is None) == (recipe is None):
+        raise UserError("give either a spec or --recipe", fix="finetune data build home_intents")
+    note = ""
+    if recipe is not None:
+        made, note = _build_of_recipe(recipe, builds)
+    else:
+        assert spec is not None
+        made = _build(spec, builds)
+    described = _describe(made) + (f"\n  {note}" if note else "")
+    emit({"folder": str(made.folder), **made.manifest}, described, as_json=as_json)
 
 
 @app.command()
@@ -129,6 +144,15 @@ def _build(spec: str, builds: Path | None) -> DatasetBuild:
         )
 
 
+def _build_of_recipe(recipe: str, builds: Path | None) -> tuple[DatasetBuild, str]:
+    from finetune.data.build import default_builds_root
+    from finetune.pipeline.decontaminate import build_of_recipe, contaminated_line
+
+    with progress_bar("building") as on_progress:
+        made, report = build_of_recipe(recipe, builds or default_builds_root(), on_progress)
+    return made, contaminated_line(report)
+
+
 def _open_or_build(source: str, builds: Path | None) -> DatasetBuild:
     from finetune.data.build import open_build
 
@@ -147,7 +171,9 @@ def _describe(made: DatasetBuild) -> str:
         f"  rows read {ledger['read']} = kept {ledger['kept']} + dropped {sum(ledger['dropped'].values())} "
         f"+ quarantined {ledger['quarantined']}{dropped}\n"
         f"  {sides}\n"
-        f"  leaks between sides: {leaks}" + (f"\n  keys read past: {ignored}" if ignored else "")
+        f"  leaks between sides: {leaks}"
+        + (f"\n  keys read past: {ignored}" if ignored else "")
+        + "".join(f"\n  look at this: {line}" for line in manifest.get("warnings", ()))
     )
 
 

@@ -45,6 +45,8 @@ def decontaminate(
     "evaluation", "question", "coverage"}]}. It is kept beside the build, so that the same question is answered at once.
     Raises UserError when no train row is left.
     """
+    if not evaluations:
+        return build, {"evaluations": {}, "rows": []}
     section = GuardSection(**build.manifest.get("guard", {}))
     asked = {one.name: one.digest for one in evaluations}
     key = digest_json({"build": build.digest, "against": asked, "guard": section.model_dump(mode="json")})

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from finetune.data.curate.contamination import find_contamination
 from finetune.data.curate.tokens import Texts
+from finetune.data.fold import fold_text
 from finetune.data.rows import Progress
 from finetune.data.spec_split import GuardSection
 
@@ -62,6 +63,14 @@ def find_overlaps(
         on_progress((start + len(block)) / len(items))
     rows = np.flatnonzero(found >= 0)
     return Overlaps(rows, found[rows], coverage[rows])
+
+
+def equal_texts(texts: Texts, items: Texts) -> Overlaps:
+    """Rows whose text is an item but for case, compatibility forms and white space: short ones share no long run."""
+    at = {fold_text(items[index]): index for index in reversed(range(len(items)))}
+    found = [(row, item) for row in range(len(texts)) if (item := at.get(fold_text(texts[row]), -1)) >= 0]
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    return Overlaps(pairs[:, 0], pairs[:, 1], np.ones(len(pairs)))
 
 
 def _overlaps_in_block(

@@ -86,7 +86,9 @@ class RowsSource(WeighedSource):
         description="Text encoding, e.g. `utf-16` or `cp1252`; `auto` takes UTF-8 or what the bytes show.",
     )
     delimiter: str = Field("auto", description="Character between the columns of CSV; `auto` finds it.")
-    quoted: bool = Field(True, description="Whether double quotes enclose cells of CSV; false: they are text.")
+    quoted: bool = Field(
+        True, description="Whether double quotes enclose cells of CSV; false: they are text."
+    )
     text_unit: Literal["paragraph", "line", "file"] = Field(
         "paragraph", description="What a row of plain text is; paragraphs end at blank lines."
     )

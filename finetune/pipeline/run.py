@@ -19,6 +19,7 @@ from finetune.pipeline.power import announce_power
 from finetune.pipeline.stages import (
     RunContext,
     baseline_stage,
+    build_stage,
     check_stage,
     compare_stage,
     data_stage,
@@ -62,11 +63,12 @@ def run_recipe(
         say(f"run folder: {_short(folder)}")
         _describe(inputs, manifest)
         context = RunContext(inputs, manifest, say)
-        rows = data_stage(context)
+        build = build_stage(context)
         suites = [
             load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
             for suite in inputs.suites
         ]
+        rows = data_stage(context, build, suites)
         check_stage(context, rows)
         baseline_stage(context, suites)
         announce_power(context, suites)

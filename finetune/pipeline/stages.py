@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
+from finetune.data.decontaminate import decontaminate
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedSplit, tokenise_rows
 from finetune.digest import digest_bytes, digest_json
@@ -28,10 +29,12 @@ from finetune.model.memory import release_memory
 from finetune.model.quantization import check_row_lengths
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
+from finetune.pipeline.decontaminate import contaminated_line, suite_questions
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.plan.memory import forecast_training
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+from finetune.telemetry.progress import Progress
 
 _CANARY_PROMPTS = 2
 
@@ -74,10 +77,20 @@ class TrainingRows:
     digest: str
 
 
-def data_stage(context: RunContext) -> TrainingRows:
-    """Build the dataset, tokenise train and validation rows, and write what became of every row."""
+def build_stage(context: RunContext) -> DatasetBuild:
+    """Build the dataset of the recipe, or find it; what takes longer than two seconds says how long it will be."""
+    with Progress("data", 100, "%") as progress:
+
+        def show(share: float) -> None:
+            progress.advance(max(0, int(100 * share) - progress.done))
+
+        return build_dataset(context.inputs.spec_path, default_builds_root(), on_progress=show)
+
+
+def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteData]) -> TrainingRows:
+    """Leave out train rows that the suites ask, tokenise both sides, and write what became of every row."""
     recipe = context.inputs.recipe
-    build = build_dataset(context.inputs.spec_path, default_builds_root())
+    build, found = decontaminate(build, suite_questions(suites, context.inputs.spec_path))
     context.tokenizer = load_tokenizer(context.inputs.source)
     check_context(context.inputs.source, recipe.data.max_tokens)
     splits = {
@@ -98,7 +111,8 @@ def data_stage(context: RunContext) -> TrainingRows:
         write_json(tokenised, {"digest": digest, "max_tokens": recipe.data.max_tokens, "splits": summary})
         outputs.append(tokenised)
 
-    context.stage("data", {"build": build.digest, "rows": digest}, work, f"data: {_row_line(build)}")
+    announcement = "\n".join(filter(None, [f"data: {_row_line(build)}", contaminated_line(found)]))
+    context.stage("data", {"build": build.digest, "rows": digest}, work, announcement)
     return TrainingRows(splits["train"], splits["validation"], digest)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from finetune.data.curate.near import find_near_duplicates
 from finetune.data.curate.tokens import hash_tokens, ngrams
-from finetune.data.overlap import Overlaps, find_overlaps
+from finetune.data.overlap import Overlaps, equal_texts, find_overlaps
 from finetune.data.questions import Questions
 from finetune.data.rows import Progress, Row
 from finetune.data.spec_split import GuardSection
@@ -148,12 +148,20 @@ def quotes(
 def train_overlaps(
     table: RowTable, rows: Ints, questions: Questions, section: GuardSection, wording: SharedWording
 ) -> Overlaps:
-    """Which of `rows`, by their place there, hold what another evaluation asks."""
-    return find_overlaps(
+    """Which of `rows`, by their place there, hold what another evaluation asks, or ask just that."""
+    quoting = find_overlaps(
         table.texts(rows, lambda row: wording.own_words(whole_text(row))),
         [wording.own_words(text) for text in questions.texts],
         section,
     )
+    same = equal_texts(table.texts(rows, question_text), questions.texts)
+    is_new = ~np.isin(same.rows, quoting.rows)
+    found = [
+        np.concatenate([held, more[is_new]])
+        for held, more in zip(vars(quoting).values(), vars(same).values(), strict=True)
+    ]
+    order = np.argsort(found[0])
+    return Overlaps(found[0][order], found[1][order], found[2][order])
 
 
 @dataclass(frozen=True)
