@@ -68,8 +68,11 @@ def _source_lines(source: RowsSource, spec_folder: Path) -> Iterator[str]:
         yield f"files: {_flow([_seen_from(spec_folder, file) for file in stated.pop('files')])}"
     elif isinstance(source, HubSource):
         yield "kind: hub"
-        for key in ("id", "revision"):
-            yield f"{key}: {_flow(stated.pop(key))}"
+        if Path(source.id).is_dir():
+            stated["id"] = _seen_from(spec_folder, source.id)
+        for key in ("id", "revision", "name", "split"):
+            if key in stated:
+                yield f"{key}: {_flow(stated.pop(key))}"
     for key, value in stated.items():
         yield f"{key}: {_flow(value)}"
 
