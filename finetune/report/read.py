@@ -83,6 +83,7 @@ class RunFiles:
     later: tuple[Later, ...] = ()
     power: Record = field(default_factory=dict)
     judges: tuple[Record, ...] = ()
+    reviewed: tuple[Record, ...] = ()  # lines of eval/review.jsonl
 
     @property
     def suite_records(self) -> dict[str, Record]:
@@ -179,6 +180,10 @@ class _Reader:
             for path in paths
         ]
         return tuple(Later(name, record) for name, record in found if record)
+
+    def reviewed(self) -> tuple[Record, ...]:
+        path = self.folder / "eval" / "review.jsonl"
+        return tuple(self.lines(path)) if path.is_file() else ()
 
     def judge_files(self) -> list[str]:
         paths = sorted((self.folder / "eval").glob("*/judge.json"))
@@ -281,6 +286,7 @@ def read_run(folder: Path) -> RunFiles:
         comparison=reader.mapping("eval/comparison.json", "verdict and comparisons are"),
         data_manifest=reader.mapping("data/manifest.json", "the row ledger and the leak check are"),
         tokenised=reader.mapping("data/tokenised.json", "what tokenising left of the rows is"),
+        reviewed=reader.reviewed(),
         events=reader.events(),
         arms=reader.arms(),
         later=reader.later(),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune.evaluation.reviewed import answer_digest
 from finetune.report.comparison import Judgement, judgement
 from finetune.report.numbers import NBSP, finite, grouped, share, significant, unit_of, whole
 from finetune.report.read import Record, RunFiles, as_dict, as_list, as_text
+from finetune.report.review.verdicts import summarise_review
 from finetune.report.tables import Cell, Table
 
 
@@ -25,11 +27,12 @@ class Trust:
     power: tuple[str, ...]
     noise: tuple[str, ...]
     formats: Table | None
+    by_hand: tuple[str, ...]
     judges: tuple[JudgeResult, ...]
 
     @property
     def is_empty(self) -> bool:
-        return not (self.power or self.noise or self.formats or self.judges)
+        return not (self.power or self.noise or self.formats or self.by_hand or self.judges)
 
 
 def read_trust(run: RunFiles) -> Trust:
@@ -43,6 +46,7 @@ def read_trust(run: RunFiles) -> Trust:
         power=tuple(f"{line.removeprefix('power: ')}." for line in power),
         noise=_noise(run),
         formats=_formats(run),
+        by_hand=_by_hand(run),
         judges=(*_judges(run), *_pointwise(run)),
     )
 
@@ -88,6 +92,33 @@ def _formats(run: RunFiles) -> Table | None:
         return None
     columns = ("off-format before", "off-format tuned", "in format, not fully right")
     return Table("Format failures", columns, tuple(rows))
+
+
+def _by_hand(run: RunFiles) -> tuple[str, ...]:
+    """What a person found of the answers that are in the folder now, suite by suite."""
+    verdicts: dict[str, dict[str, Record]] = {}
+    for line in run.reviewed:
+        suite, item = str(line.get("suite")), str(line.get("item"))
+        tuned = run.arm(suite, "tuned")
+        output = as_dict(tuned.items.get(item)).get("output") if tuned else None
+        sides = [as_dict(line.get(key)) for key in ("right", "scorer", "answers")]
+        is_whole = all({"baseline", "tuned"} <= side.keys() for side in sides)
+        if is_whole and isinstance(output, str) and sides[2]["tuned"] == answer_digest(output):
+            verdicts.setdefault(suite, {})[item] = {"note": "", **line}
+    found = []
+    for suite, lines in verdicts.items():
+        seen = summarise_review(list(lines.values()))
+        text = (
+            f"{suite}: {seen['read']} items were read; reader and scorer agree on {seen['agreed']} of {seen['answers']} "
+            f"answers, {share(seen['agreement'])} ({share(seen['low'])} to {share(seen['high'])})"
+        )
+        if seen["kappa"] is not None:
+            text += f", kappa{NBSP}{significant(seen['kappa'], 2)}"
+        found.append(
+            f"{text}. {seen['tuned_wrong']} tuned answers were found wrong: the failure rate on items drawn like these is "
+            f"below {share(seen['failure_rate_below'])}."
+        )
+    return tuple(found)
 
 
 def _judges(run: RunFiles) -> tuple[JudgeResult, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from finetune.evaluation.reviewed import answer_digest
 from finetune.paths import read_json, write_json
 from finetune.report import write_report
 from finetune.report.answers import read_answers
@@ -212,6 +213,25 @@ def test_what_limits_the_trust_is_shown_when_it_is_known(many: Path) -> None:
     }  # fmt: skip
     write_json(many / "eval" / "home_intents" / "judge.json", judge)
     assert read_trust(read_run(many)).judges[0].judged.word == "Improved"
+
+
+def test_what_was_read_by_hand_is_shown_for_the_answers_that_are_there(many: Path) -> None:
+    lines = (many / "eval" / "home_intents" / "tuned.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines[:40]]
+    read = [
+        {"suite": "home_intents", "item": record["item"], "right": {"baseline": n % 2 == 0, "tuned": True},
+         "scorer": {"baseline": n % 2 == 0, "tuned": n > 0},
+         "answers": {"baseline": "0" * 16, "tuned": answer_digest(record["output"])}}
+        for n, record in enumerate(records)
+    ]  # fmt: skip
+    stale = {**read[5], "item": records[6]["item"], "right": {"baseline": False, "tuned": False}}
+    torn = {"suite": "home_intents", "item": "x", "right": {}}
+    rewritten = "".join(json.dumps(line) + "\n" for line in [*read[:6], stale, torn, *read[6:]])
+    (many / "eval" / "review.jsonl").write_text(rewritten)
+    (line,) = read_trust(read_run(many)).by_hand
+    assert line.startswith("home_intents: 40 items were read; reader and scorer agree on 79 of 80 answers")
+    assert "0 tuned answers were found wrong" in line and "7.2" in line
+    assert "Read by hand" in _text(many)
 
 
 def test_texts_that_became_less_likely_are_shown_as_texts(many: Path) -> None:
