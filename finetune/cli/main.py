@@ -10,7 +10,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import data, evaluate, merge, plan, recipe, report, run, stats
+from finetune.cli import data, evaluate, merge, plan, recipe, report, review, run, stats
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 from finetune.plan.kernel_cache import limit_kernel_caches
@@ -27,6 +27,7 @@ app.command()(run.run)
 for group in (recipe, data, plan, evaluate, stats, merge):
     app.add_typer(group.app)
 app.command()(report.report)
+app.command()(review.review)
 
 
 def _print_version(wanted: bool) -> None:
