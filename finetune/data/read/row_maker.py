@@ -54,8 +54,11 @@ class RowMaker:
             if self._json_columns:
                 given = self._parsed(given)
             mapped = self._mapped(given) if self._columns else given
-            shape = shape_of(mapped) if self._source.shape == "auto" else self._source.shape
-            fields = shape_fields(mapped, shape, self._keys)
+            try:
+                shape = shape_of(mapped) if self._source.shape == "auto" else self._source.shape
+                fields = shape_fields(mapped, shape, self._keys)
+            except RowError as fault:
+                raise self._with_missing(fault, mapped) from None
             row = self._row(record.line, given, fields.pop("messages", []), fields)
         if not self._used[shape].issuperset(given):
             self._ignored_keys.update([key for key in given if key not in self._used[shape]])
@@ -96,6 +99,13 @@ class RowMaker:
     def _mapped(self, given: dict[str, Any]) -> dict[str, Any]:
         found = {key: get(given) for key, get in self._columns.items()}
         return {key: value for key, value in found.items() if value is not _MISSING}
+
+    def _with_missing(self, fault: RowError, mapped: dict[str, Any]) -> RowError:
+        """The fault, with the columns of the map that the row does not have, which may be its cause."""
+        missing = [f"'{self._source.columns[key]}'" for key in self._columns if key not in mapped]
+        if not missing:
+            return fault
+        return RowError(f"{fault}; the row lacks {', '.join(missing)}, which source.columns names")
 
     def _parsed(self, given: dict[str, Any]) -> dict[str, Any]:
         made = dict(given)

@@ -46,6 +46,7 @@ def test_a_mapped_column_that_a_row_lacks_is_that_rows_fault(read: Read) -> None
     found = read(rows, columns={"prompt": "q", "completion": "a"})
     assert len(found.rows) == 1
     assert "neither 'messages' nor 'prompt'" in found.reasons[0]
+    assert found.reasons[0].endswith("; the row lacks 'q', which source.columns names")
     assert found.reasons[1] == "'prompt' is null or missing, not text"
     found = read(rows, columns={"prompt": "Ask: {q}", "completion": "a"})
     assert found.reasons == ["the row has no 'q', which source.columns asks for"] * 2

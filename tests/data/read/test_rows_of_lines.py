@@ -98,6 +98,22 @@ def test_tool_call_arguments_are_kept_as_given(build: Build, with_template: Call
     assert all("tool_calls" not in row.messages[0] for row in read)
 
 
+def test_long_integers_and_deep_values_in_arguments_are_kept_exactly(build: Build) -> None:
+    deep: Any = {"id": 123456789012345678901234567890, "least": -(2**63) - 1, "e": 1e22}
+    for _ in range(60):
+        deep = {"in": [deep]}
+    turns = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": deep}}],
+        },
+    ]
+    (row,) = build([{"messages": turns}]).rows("train")
+    assert row.messages[1]["tool_calls"] == turns[1]["tool_calls"]
+
+
 def test_content_parts_are_joined_and_other_parts_refused(build: Build) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     picture = [{"type": "image", "url": "x"}]
@@ -159,6 +175,10 @@ BAD_ROWS: list[tuple[bytes, str]] = [
         "'tools' is text, not a list of objects",
     ),
     (b'{"messages": [{"role": "assistant", "content": "\\udc00"}]}', "surrogate"),
+    (b'{"messages": [{"role": "assistant", "content": "a\x00b"}]}', "not valid JSON"),
+    (b'{"messages": [], "messages": [{"role": "assistant", "content": "x"}]}', "'messages' is written twice"),
+    (b'{"text": "x", "deep": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not valid JSON"),
+    (b'{"text": "x", "long": ' + b"9" * 5000 + b"}", "not valid JSON"),
 ]
 
 
