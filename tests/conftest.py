@@ -102,6 +102,22 @@ def tiny_model_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts each call of the evaluation's decoder was given."""
+    from finetune.evaluation import answering
+
+    counts: list[int] = []
+    generate = answering.generate
+
+    def counted(model: Any, prompts: Any, rule: Any, **options: Any) -> Any:
+        counts.append(len(prompts))
+        return generate(model, prompts, rule, **options)
+
+    monkeypatch.setattr(answering, "generate", counted)
+    return counts
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test touches the user's runs; the model cache is shared so that a conversion happens once."""

@@ -25,6 +25,7 @@ def review(
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a page with answers of both arms, unnamed and shuffled; verdicts are saved at once and survive a restart."""
+    from finetune.evaluation.early_stop import seen_records
     from finetune.evaluation.reviewed import review_file
     from finetune.evaluation.saved_arms import RunAnswers, find_baseline
     from finetune.report.page import write_report
@@ -35,14 +36,8 @@ def review(
     answers = RunAnswers.open(run)
     suites = answers.load_suites([suite] if suite is not None else None)
     chosen = readable_suite(suites, named=suite is not None)
-    drawn = draw_review(
-        chosen.name,
-        scorer_says(chosen),
-        find_baseline(baseline, answers, chosen).records(),
-        answers.tuned(chosen.name).records(),
-        n=items,
-        seed=seed,
-    )
+    arms = find_baseline(baseline, answers, chosen).records(), answers.tuned(chosen.name).records()
+    drawn = draw_review(chosen.name, scorer_says(chosen), *seen_records(chosen, *arms), n=items, seed=seed)
     verdicts = VerdictFile(review_file(run))
     if not summary:
         server = ReviewServer(drawn, verdicts, port=port)

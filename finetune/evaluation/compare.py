@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.cost import Spent, cost_of
-from finetune.evaluation.early_stop import largest_cluster, pair_seen, sequential_result
+from finetune.evaluation.early_stop import largest_cluster, seen_records, sequential_result
 from finetune.evaluation.fairness import fairness, refuse_unfair
 from finetune.evaluation.formats import compare_formats
 from finetune.evaluation.pairing import examples, pair_records
@@ -124,9 +124,7 @@ def compare_saved(
 def _pairs(
     suite: Suite, baseline: Sequence[Record], arm: Sequence[Record], *, inner: bool
 ) -> tuple[list[Record], list[Record]]:
-    if suite.stop_early is None:
-        return pair_records(baseline, arm, inner=inner)
-    return pair_seen(suite.stop_early, baseline, arm, inner=inner)
+    return pair_records(*seen_records(suite, baseline, arm), inner=inner)
 
 
 def _whole(baseline: Sequence[Record]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.evaluation.answer_keys import Ask
 from finetune.evaluation.items import Item
-from finetune.evaluation.pairing import examples, pair_records
+from finetune.evaluation.pairing import examples
 from finetune.evaluation.records import Record
 from finetune.evaluation.scoring import clusters_of, score_records, scores_of
 from finetune.evaluation.suite import StopEarlySection, Suite
@@ -43,16 +43,19 @@ def blocks_of(section: StopEarlySection, items: Sequence[Item], asks: Sequence[A
     return blocks
 
 
-def pair_seen(
-    section: StopEarlySection, baseline: Sequence[Record], arm: Sequence[Record], *, inner: bool = False
-) -> tuple[list[Record], list[Record]]:
-    """Pairs of both arms up to where the one that stopped first stopped; within that, both must have every item."""
-    if not baseline or not arm:
-        return pair_records(baseline, arm, inner=inner)
+def seen_records(
+    suite: Suite, baseline: Sequence[Record], arm: Sequence[Record]
+) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Both arms up to where the one that stopped first stopped; as they are in a suite that does not stop early."""
+    section = suite.stop_early
+    if section is None or not baseline or not arm:
+        return baseline, arm
     places = {record["cluster"]: place_of(section, record["cluster"]) for record in (*baseline, *arm)}
     end = min(max(places[record["cluster"]] for record in side) for side in (baseline, arm))
-    seen = ([record for record in side if places[record["cluster"]] <= end] for side in (baseline, arm))
-    return pair_records(*seen, inner=inner)
+    first, second = (
+        [record for record in side if places[record["cluster"]] <= end] for side in (baseline, arm)
+    )
+    return first, second
 
 
 def largest_cluster(records: Sequence[Record]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import ExitCode, UserError
+from finetune.evaluation.early_stop import seen_records
 from finetune.evaluation.judge_model import TRIES, JudgeModel, Question, ask_judge
 from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record, question_of
@@ -160,6 +161,12 @@ def judge_run(
 
     An uncalibrated judge decides nothing: `exit_code` is then that of `inconclusive`.
     """
+    if suite.task != "generate":
+        raise UserError(
+            f"suite {suite.name} measures likelihoods: it has no answers to judge",
+            fix="name a suite with written answers: --suite NAME",
+        )
+    baseline, tuned = seen_records(suite, baseline, tuned)
     with Progress(f"judge {suite.name}", questions_of(baseline, tuned), "questions") as progress:
         judgements = judge_pairs(judge, baseline, tuned, on_reply=progress.advance)
     path = review_file(run_folder)

@@ -13,7 +13,7 @@ import pytest
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation import answering
 from finetune.evaluation.compare import compare_folders, compare_records
-from finetune.evaluation.early_stop import EarlyStop, blocks_of, pair_seen, place_of
+from finetune.evaluation.early_stop import EarlyStop, blocks_of, place_of, seen_records
 from finetune.evaluation.gate import gate
 from finetune.evaluation.generate import Completion, generate
 from finetune.evaluation.items import Item
@@ -79,15 +79,21 @@ def _first(records: list[Record], n_clusters: int) -> list[Record]:
     return [record for record in records if record["cluster"] in ranked[:n_clusters]]
 
 
-def test_pairs_end_where_the_first_arm_stopped_and_gaps_before_that_are_refused() -> None:
-    items = _items(60)
+def test_pairs_end_where_the_first_arm_stopped_and_gaps_before_that_are_refused(suite: Suite) -> None:
+    items, stopping = _items(60), _stopping(suite)
     whole, other = _records("few_shot", items, [False] * 60), _records("tuned", items, [True] * 60)
-    left, right = pair_seen(SECTION, whole, _first(other, 20))
-    assert len(left) == len(right) == 20
-    assert [len(side) for side in pair_seen(SECTION, _first(whole, 30), _first(other, 20))] == [20, 20]
+    for arms in (
+        (whole, _first(other, 20)),
+        (_first(whole, 20), other),
+        (_first(whole, 30), _first(other, 20)),
+    ):
+        left, right = seen_records(stopping, *arms)
+        assert {one["item"] for one in left} == {one["item"] for one in right}
+        assert len(left) == len(right) == 20
     holes = _first(other, 20)[:10] + _first(other, 20)[11:]
     with pytest.raises(UserError, match="1 only in the baseline"):
-        pair_seen(SECTION, whole, holes)
+        compare_records(stopping, whole, holes)
+    assert seen_records(_stopping(suite, stop_early=None), whole, holes) == (whole, holes)
 
 
 def test_a_stopped_comparison_is_judged_by_bets_and_says_so(suite: Suite) -> None:

@@ -32,19 +32,6 @@ def _sampled(suite: Suite, repeats: int = 3, **changes: Any) -> Suite:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many prompts every call of the decoder was given."""
-    counts: list[int] = []
-
-    def counted(model: Any, prompts: Any, rule: Any, **options: Any) -> Iterator[Completion]:
-        counts.append(len(prompts))
-        yield from generate(model, prompts, rule, **options)
-
-    monkeypatch.setattr(answering, "generate", counted)
-    return counts
-
-
-@pytest.fixture
 def evaluate(lively_model: Any, tiny_tokenizer: Any, items: list[Item], tmp_path: Path) -> Any:
     def call(suite: Suite, folder: str = "out", **changes: Any) -> list[Record]:
         options: dict[str, Any] = {"arm": "zero_shot", "batch_size": 4, "key": "k"} | changes
@@ -215,9 +202,8 @@ def test_only_items_right_every_time_are_pinned(suite: Suite, items: list[Item],
 
 
 def test_a_review_shows_first_answers_with_their_own_scores() -> None:
-    drawn = draw_review(
-        "s", "exact_match", _records("few_shot", BEFORE), _records("tuned", AFTER), n=40, seed=1
-    )
+    arms = _records("few_shot", BEFORE), _records("tuned", AFTER)
+    drawn = draw_review("s", lambda one: one["scores"]["exact_match"] == 1.0, *arms, n=40, seed=1)
     assert len({item.item for item in drawn}) == 40
     for item in drawn:
         assert {arm: answer == "1.0" for arm, answer in item.answers.items()} == item.right

@@ -44,18 +44,6 @@ def suite(tmp_path: Path) -> Suite:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts: list[int] = []
-
-    def counted(model: Any, prompts: Any, rule: Any, **options: Any) -> Iterator[Completion]:
-        counts.append(len(prompts))
-        yield from generate(model, prompts, rule, **options)
-
-    monkeypatch.setattr(answering, "generate", counted)
-    return counts
-
-
-@pytest.fixture
 def fetch(tiny_model: Any, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path) -> Any:
     def call(
         run: str,
