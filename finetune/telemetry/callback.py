@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ class StepTally:
     """What the trainer adds up over the micro-batches of one optimizer step.
 
     `nll_sum` is the sum of the losses; their mean is over targets, or over examples where a method counts those (a
-    preference pair is one). `example_sums` are further numbers an example has, e.g. its margin; their means are logged.
+    preference pair is one). `example_sums` are further numbers that examples have, e.g. margins; what is logged is their
+    mean over `example_counts`, the examples that have the number.
     """
 
     nll_sum: float = 0.0
@@ -29,6 +31,7 @@ class StepTally:
     sum_squared_lengths: int = 0
     n_examples: int = 0
     example_sums: dict[str, float] = field(default_factory=dict)
+    example_counts: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
 
     @property
@@ -37,26 +40,35 @@ class StepTally:
         return self.nll_sum / max(self.n_examples or self.n_targets, 1)
 
     def example_means(self) -> dict[str, float]:
-        """The further numbers, as means over the examples of the step."""
-        return {name: total / max(self.n_examples, 1) for name, total in self.example_sums.items()}
+        """The further numbers, as means over the examples that have them; those that none has are left out."""
+        counts = self.example_counts
+        return {name: total / counts[name] for name, total in self.example_sums.items() if counts[name]}
 
-    def add_examples(self, count: int, sums: dict[str, float]) -> None:
-        """Count `count` examples; `sums` are over them. The same names come every time."""
+    def add_examples(self, count: int, measures: Mapping[str, tuple[float, float]]) -> None:
+        """Count `count` examples; `measures` are (sum, number of examples). The same names come every time."""
         self.n_examples += count
-        for name, value in sums.items():
-            self.example_sums[name] = self.example_sums.get(name, 0.0) + value
+        for name, (total, number) in measures.items():
+            self.example_sums[name] = self.example_sums.get(name, 0.0) + total
+            self.example_counts[name] = self.example_counts.get(name, 0.0) + number
 
     def values(self) -> list[float]:
         """Everything that is summed over ranks, in a fixed order."""
         counts = [self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples]
-        return [self.nll_sum, *map(float, counts), *self.example_sums.values()]
+        return [
+            self.nll_sum,
+            *map(float, counts),
+            *self.example_sums.values(),
+            *self.example_counts.values(),
+        ]
 
     def replace(self, values: list[float]) -> None:
         """The inverse of `values`."""
         self.nll_sum = values[0]
         counts = [int(value) for value in values[1:5]]
         self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples = counts
-        self.example_sums = dict(zip(self.example_sums, values[5:], strict=True))
+        middle = 5 + len(self.example_sums)
+        self.example_sums = dict(zip(self.example_sums, values[5:middle], strict=True))
+        self.example_counts = dict(zip(self.example_counts, values[middle:], strict=True))
 
 
 class TelemetryCallback(TrainerCallback):

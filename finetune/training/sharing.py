@@ -1,0 +1,58 @@
+"""Whether a model gives two answers behind one shared prompt what it gives each behind its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from finetune.data.pair_tokens import AnsweredPrompt
+from finetune.model.documents import attends_to_everything
+from finetune.training.branches import BranchCollator, Pack, by_answer, model_inputs
+from finetune.training.head import full_logits_nll
+
+_LONGEST_CHECK_TOKENS = 512
+# Relative to the answer's log-probability; an answer that sees another one, or wrong positions, is off by far more.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_PRECISION_TOLERANCE = 5e-2
+
+
+@torch.no_grad()
+def prompts_can_be_shared(model: Any, examples: Sequence[AnsweredPrompt]) -> bool:
+    """Tried on the shortest example with several answers, laid out both ways; windows and soft caps rule it out before.
+
+    Models whose layers count places in the row, or carry a state from token to token, fail the trial.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    several = [example for example in examples if len(example.answers) > 1]
+    if not several or not attends_to_everything(base.config):
+        return False
+    example = min(several, key=lambda candidate: candidate.n_tokens)
+    if example.n_tokens > _LONGEST_CHECK_TOKENS:
+        example = _shortened(example)
+    was_training = model.training
+    model.eval()
+    try:
+        together, apart = (_scores(model, base, example, share) for share in (True, False))
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        return False  # the model's layers do not take what tells them about branches
+    finally:
+        model.train(was_training)
+    tolerance = _TOLERANCE.get(base.dtype, _HALF_PRECISION_TOLERANCE)
+    return bool(((together - apart).abs() <= tolerance * apart.abs().clamp(min=1.0)).all())
+
+
+def _shortened(example: AnsweredPrompt) -> AnsweredPrompt:
+    """Its prompt cut from the left; whatever the text is, both layouts have to agree on it."""
+    room = max(_LONGEST_CHECK_TOKENS - (example.n_tokens - len(example.prompt)), 8)
+    return AnsweredPrompt(example.row_id, example.prompt[-room:], example.answers, example.wanted)
+
+
+def _scores(model: Any, base: Any, example: AnsweredPrompt, share: bool) -> torch.Tensor:
+    """[A] log-probabilities of the answers."""
+    device = next(model.parameters()).device
+    batch = {name: value.to(device) for name, value in BranchCollator(share)([Pack([example])]).items()}
+    inputs = model_inputs(batch, base.config._attn_implementation, base.dtype)
+    inputs |= {name: batch[name] for name in ("sources", "targets")}
+    return by_answer(-full_logits_nll(model, inputs), batch["answer_lengths"]).sum(dim=1)
