@@ -19,13 +19,13 @@ from finetune.evaluation.suite_data import load_suite_data
 
 @pytest.fixture
 def evaluate(server: Any, tiny_tokenizer: Any, suite: Suite, items: list[Item], tmp_path: Path) -> Any:
-    def call(**changes: Any) -> Any:
+    def call(suite: Suite = suite, key: str = "k", **changes: Any) -> Any:
         model = ServerModel(server.url, "mine", **{"wait_seconds": 0.0, "timeout_seconds": 5.0, **changes})
         options: dict[str, Any] = {
             "arm": "zero_shot",
             "batch_size": 3,
             "out_folder": tmp_path / "out",
-            "key": "k",
+            "key": key,
         }
         return evaluate_arm(model, tiny_tokenizer, suite, items, **options)
 
@@ -208,3 +208,22 @@ def test_kl_to_the_base_is_refused_on_a_server(server: Any, tiny_tokenizer: Any,
             arm="tuned", batch_size=1, out_folder=tmp_path, key="k",
         )  # fmt: skip
     assert server.asked == []
+
+
+def test_sampling_gives_the_server_a_seed_of_each_answers_own(
+    evaluate: Any, server: Any, suite: Suite
+) -> None:
+    evaluate()
+    assert {(body["temperature"], "seed" in body, "top_p" in body) for body in server.asked} == {
+        (0.0, False, False)
+    }
+    server.asked.clear()
+    wanted = {"temperature": 0.7, "top_p": 0.9, "repeats": 3, "seed": 11}
+    sampled = suite.model_copy(update={"decoding": suite.decoding.model_copy(update=wanted)})
+    assert evaluate(suite=sampled).n == 30
+    assert {(body["temperature"], body["top_p"], body["n"]) for body in server.asked} == {(0.7, 0.9, 1)}
+    assert len({body["seed"] for body in server.asked}) == 30
+    first = {(str(body["prompt"]), body["seed"]) for body in server.asked}
+    server.asked.clear()
+    evaluate(suite=sampled, key="another model")
+    assert {(str(body["prompt"]), body["seed"]) for body in server.asked} == first  # the same for both arms
