@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -46,30 +47,48 @@ def root(
 
 
 def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
-    """Say on stderr what Ctrl-C left behind, and exit; `run` and `data build` continue where they stopped."""
-    continues = arguments[:1] == ["run"] or arguments[:2] == ["data", "build"]
+    """Say what Ctrl-C left behind, and exit; what is named here continues where it stopped."""
+    continues = arguments[:1] == ["run"] or arguments[:2] in (["data", "build"], ["eval", "run"])
     resumes = "; the same command continues where it stopped" if continues else ""
-    print(f"interrupted{resumes}", file=sys.stderr)
+    if "--json" in arguments:
+        error = UserError(f"interrupted{resumes}", exit_code=ExitCode.INTERRUPTED)
+        print_user_error(error, as_json=True)
+    else:
+        print(f"interrupted{resumes}", file=sys.stderr)
     sys.exit(ExitCode.INTERRUPTED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with the codes of `finetune.errors.ExitCode`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
     limit_kernel_caches()
     try:
         code = app(args=arguments, standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # typer turns Ctrl-C inside a command into this code, silently
             _exit_interrupted(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone away is no fault of ours
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except UserError as error:
-        print_user_error(error, as_json="--json" in arguments)
+        print_user_error(error, as_json=as_json)
         sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _exit_interrupted(arguments)
     except ClickException as error:
-        error.show()
+        if as_json:
+            print_user_error(UserError(error.format_message(), fix="add --help"), as_json=True)
+        else:
+            error.show()
         sys.exit(ExitCode.USER_ERROR)
+    except BrokenPipeError:
+        # or Python complains once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(ExitCode.INTERNAL_FAULT)
+    except Exception as error:  # a bug keeps its traceback; a machine gets an answer all the same
+        if as_json:
+            what = f"internal fault: {type(error).__name__}: {error}"
+            print_user_error(UserError(what, exit_code=ExitCode.INTERNAL_FAULT), as_json=True)
+        raise
 
 
 if __name__ == "__main__":

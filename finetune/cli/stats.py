@@ -51,7 +51,7 @@ def compare(
         bool, typer.Option("--lower-is-better", help="The score is a loss: a lower B is an improvement.")
     ] = False,
     confidence: Annotated[float, typer.Option(help="Of the interval.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="For tests that sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For tests that sample.")] = 0,
     as_json: JsonFlag = False,
 ) -> int:
     """Compare B with A item by item. The exit code is the verdict: 0 improved, 10 regressed, 11 inconclusive, 12 no evidence."""
@@ -151,8 +151,15 @@ def power(
     as_json: JsonFlag = False,
 ) -> None:
     """Items that a paired and an unpaired comparison need, and what the items at hand can tell."""
+    from finetune.errors import UserError
     from finetune.stats.plan import plan_power
 
+    if pilot is not None and discordance is not None:
+        raise UserError(
+            "the discordance is given, and a pilot to take it from",
+            where="--discordance, --pilot",
+            fix="leave one of them out",
+        )
     accuracy_a, share = accuracy, discordance
     if pilot is not None:
         accuracy_a, share = _pilot(pilot, metric)

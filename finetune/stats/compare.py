@@ -32,6 +32,7 @@ from finetune.stats.validate import (
     checked_confidence,
     checked_margin,
     checked_scores,
+    checked_seed,
     is_binary,
     is_bounded,
 )
@@ -102,6 +103,8 @@ class Comparison:
 
     def limits(self) -> str:
         """What these items can and cannot show, in one sentence; takes the place of 'no difference'."""
+        if self.least_detectable == 0.0:  # scores off the [0, 1] scale, and not a trace of spread
+            return f"{self.n} items with one and the same difference do not say how small a difference they could tell"
         text = (
             f"{self.n} items cannot tell a difference below {self.amount(self.least_detectable)} (80 % power)"
         )
@@ -130,15 +133,20 @@ def compare(
     clusters: one label an item; items that share one are not independent (a template, a document).
     margin: greatest loss that is acceptable, in units of the score (0.02 = two points), at least 0.
     seed: used only where a p-value has to be sampled.
-    Raises UserError for an empty set, NaN, lengths that differ, or a negative margin.
+    Raises UserError for an empty set, NaN, lengths that differ, a negative margin or seed, or a margin above 1 for shares.
     """
-    confidence = checked_confidence(confidence)
+    confidence, seed = checked_confidence(confidence), checked_seed(seed)
     first, second, shift = _paired_scores(a, b)
     n = len(first)
     margin = checked_margin(margin)
     labels = checked_clusters(clusters, n)
     binary = is_binary(first) and is_binary(second)
     bounded = is_bounded(first) and is_bounded(second)
+    if bounded and margin is not None and margin > 1.0:
+        raise UserError(
+            f"margin {margin:g} allows any loss: all scores lie between 0 and 1",
+            fix=f"for {margin:g} points write {margin / 100:g}",
+        )
     if binary:
         estimate = estimate_binary(first, second, labels, confidence=confidence)
     else:

@@ -159,6 +159,10 @@ def estimate_continuous(
         p_value, how = sign_flip_p_value(totals.sums, seed=seed)
         test = f"sign-flip permutation of {unit}s ({how})"
         reason = f"scores are graded and there are fewer than {FEW_UNITS} {unit}s"
+    if robust.standard_error == 0.0 and not bounded:
+        notes += (
+            f"every {unit} has the same difference, so the interval has no width: nothing is known of others",
+        )
     low, high = _around(robust, two_sided, bounded)
     bound_low, bound_high = _around(robust, one_sided, bounded)
     return Estimate(

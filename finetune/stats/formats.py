@@ -6,9 +6,11 @@ is for `finetune.stats.records`.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ _NOT_SCORES = frozenset(
 )  # fmt: skip
 _CLUSTER_HOLDERS = ("tags", "metadata", "doc")
 _REPEAT_KEYS = ("repeat", "epoch", "sample")
+_GZIP = b"\x1f\x8b"
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}  # inspect's correct, partial, incorrect, no answer
 
 
@@ -47,12 +50,11 @@ def read_raw(path: Path, cluster_key: str) -> tuple[str, list[RawItem]]:
     `cluster_key` is looked up in each item itself, then in its tags, metadata or document. Raises UserError with the place of
     any damage.
     """
-    if not path.is_file():
-        raise UserError(f"no such file: {path}", fix="give two files of scores, one line an item")
+    data = _bytes_of(path)
     if path.suffix == ".eval" or zipfile.is_zipfile(path):
         return "inspect", list(_inspect_items(_inspect_archive(path), path, cluster_key))
-    if path.suffix == ".json":
-        whole = _parse(path.read_bytes(), str(path))
+    if path.name.removesuffix(".gz").endswith(".json"):
+        whole = _parse(data, str(path))
         if isinstance(whole, dict) and isinstance(whole.get("samples"), list):
             return "inspect", list(_inspect_items(whole["samples"], path, cluster_key))
         if not isinstance(whole, list):
@@ -63,7 +65,7 @@ def read_raw(path: Path, cluster_key: str) -> tuple[str, list[RawItem]]:
             )
         rows = _objects((f"{path} entry {number}", row) for number, row in enumerate(whole, start=1))
     else:
-        rows = _objects(_lines(path))
+        rows = _objects(_lines(data, path))
     first = next(rows, None)
     if first is None:
         return "records", []
@@ -73,8 +75,30 @@ def read_raw(path: Path, cluster_key: str) -> tuple[str, list[RawItem]]:
     return "records", [_record_item(where, row, cluster_key) for where, row in rows]
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+def _bytes_of(path: Path) -> bytes:
+    """What the file holds, unpacked where it is gzip's, whatever its name."""
+    try:
+        if path.is_dir():
+            raise UserError(
+                f"{path} is a folder",
+                fix="name a file in it; saved answers of a run lie in eval/<suite>/tuned.jsonl, or use finetune eval compare",
+            )
+        data = path.read_bytes()
+        return gzip.decompress(data) if data.startswith(_GZIP) else data
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", fix="give two files of scores, one line an item") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"cannot unpack it: {error}", where=str(path), fix="copy or download the file again"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"cannot read the file: {error.strerror}", where=str(path), fix="mend its path or permissions"
+        ) from None
+
+
+def _lines(data: bytes, path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield where, _parse(line, where)
@@ -87,11 +111,17 @@ def _objects(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, A
         yield where, row
 
 
-def _label(row: Mapping[str, Any], key: str) -> str | None:
+def _label(row: Mapping[str, Any], key: str, where: str) -> str | None:
     """The item's cluster label: its own field, or one in its tags, metadata or document."""
     own = row.get(key)
     if isinstance(own, (str, int, float)):
         return own if isinstance(own, str) else str(own)
+    if own is not None:
+        raise UserError(
+            f"the cluster '{key}' is {own!r:.80}, not a label",
+            where=where,
+            fix="label it with text or a number",
+        )
     for name in _CLUSTER_HOLDERS:
         holder = row.get(name)
         if isinstance(holder, dict) and isinstance(holder.get(key), (str, int, float)):
@@ -109,7 +139,7 @@ def _parse(data: bytes, where: str) -> Any:
             return json.loads(
                 data
             )  # Python writes NaN, which strict JSON refuses; a NaN score is reported as such later
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"not valid JSON: {error}", where=where, fix="write one JSON object a line"
             ) from None
@@ -131,12 +161,15 @@ def _record_item(where: str, row: Mapping[str, Any], cluster_key: str) -> RawIte
             for key, value in row.items()
             if key not in _NOT_SCORES and (value is None or isinstance(value, (bool, int, float)))
         }
+        if not scores and "score" in row:
+            # of another type: refused by its value, not as if it were not there
+            scores = {"score": row["score"]}
     repeat = None
     for key in _REPEAT_KEYS:
         if key in row and isinstance(row[key], (int, str)):
             repeat = row[key]
             break
-    return RawItem(str(item), repeat, scores, _label(row, cluster_key), None, where)
+    return RawItem(str(item), repeat, scores, _label(row, cluster_key, where), None, where)
 
 
 def _lm_eval_items(rows: list[tuple[str, dict[str, Any]]], cluster_key: str) -> list[RawItem]:
@@ -148,7 +181,7 @@ def _lm_eval_items(rows: list[tuple[str, dict[str, Any]]], cluster_key: str) -> 
     merged: dict[str, RawItem] = {}
     seen: dict[tuple[str, str], str] = {}
     for where, row in rows:
-        if "doc_id" not in row:
+        if row.get("doc_id") is None:
             raise UserError(
                 "no 'doc_id'", where=where, fix="give the samples file of one task as lm-eval wrote it"
             )
@@ -173,7 +206,7 @@ def _lm_eval_items(rows: list[tuple[str, dict[str, Any]]], cluster_key: str) -> 
         if before is not None:
             scores = {**before.scores, **scores}
         fingerprint = row.get("doc_hash") or None
-        merged[item] = RawItem(item, None, scores, _label(row, cluster_key), fingerprint, where)
+        merged[item] = RawItem(item, None, scores, _label(row, cluster_key, where), fingerprint, where)
     return list(merged.values())
 
 
@@ -200,7 +233,10 @@ def _inspect_items(samples: Iterable[Any], path: Path, cluster_key: str) -> Iter
         if not isinstance(sample, dict) or "id" not in sample:
             raise UserError("a sample without 'id'", where=where, fix="give a log as inspect wrote it")
         scores: dict[str, Any] = {}
-        for scorer, score in (sample.get("scores") or {}).items():
+        given = sample.get("scores") or {}
+        if not isinstance(given, dict):
+            raise UserError("'scores' is no mapping", where=where, fix="give a log as inspect wrote it")
+        for scorer, score in given.items():
             value = score.get("value") if isinstance(score, dict) else score
             if isinstance(value, dict):
                 scores |= {f"{scorer}/{part}": _grade(inner) for part, inner in value.items()}
@@ -208,7 +244,7 @@ def _inspect_items(samples: Iterable[Any], path: Path, cluster_key: str) -> Iter
                 scores[scorer] = _grade(value)
         text = sample.get("input")
         fingerprint = None if text is None else json.dumps([text, sample.get("target")], sort_keys=True)
-        label = _label(sample, cluster_key)
+        label = _label(sample, cluster_key, where)
         yield RawItem(str(sample["id"]), sample.get("epoch", 1), scores, label, fingerprint, where)
 
 

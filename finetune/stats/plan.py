@@ -18,6 +18,7 @@ from finetune.stats.power import (
 )
 
 ASSUMED_DISCORDANCE = 0.15
+_SMALLEST = 1e-6  # of an effect or margin: what would need a million million items is no plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,14 @@ def plan_power(
 
     cluster_size, icc: items that share a cluster, and how alike their differences are; they apply to the paired design.
     """
-    if not -1.0 < effect < 1.0 or effect == 0.0:
+    if not _SMALLEST <= abs(effect) < 1.0:
         raise UserError(f"effect {effect} must be a share other than 0", fix="write two points as 0.02")
+    if margin is not None and not _SMALLEST <= margin <= 1.0:
+        raise UserError(f"margin {margin} must be a share above 0", fix="write two points as 0.02")
+    if not 0.0 <= icc <= 1.0:
+        raise UserError(
+            f"icc {icc} must lie between 0 and 1", fix="0 for items that do not resemble each other"
+        )
     share = max(ASSUMED_DISCORDANCE, abs(effect)) if discordance is None else discordance
     target = accuracy + effect
     reachable = 0.0 <= target <= 1.0

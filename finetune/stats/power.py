@@ -52,7 +52,10 @@ def cluster_design(sizes: Sequence[int], intra_cluster_correlation: float) -> Cl
 def _z_pair(alpha: float, power: float, *, two_sided: bool = True) -> tuple[float, float]:
     if not 0.0 < alpha < 1.0 or not 0.0 < power < 1.0:
         raise UserError(f"alpha {alpha} and power {power} must lie between 0 and 1", fix="write 5 % as 0.05")
-    return float(normal_quantile(1.0 - alpha / (2.0 if two_sided else 1.0))), float(normal_quantile(power))
+    z_alpha = float(normal_quantile(1.0 - alpha / (2.0 if two_sided else 1.0)))
+    if not math.isfinite(z_alpha):
+        raise UserError(f"alpha {alpha} is too small to compute with", fix="write 5 % as 0.05")
+    return z_alpha, float(normal_quantile(power))
 
 
 def _check_share(name: str, value: float) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import math
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def read_pair(
 
     metric: name of the score; found by itself when the files share only one, or have one called 'score'.
     cluster: key of each item's cluster, also looked for in `tags`, `metadata` and `doc`; without it a `cluster` that the
-    records carry is used, and 'none' declares the items independent.
+    records carry is used, and 'none' declares the items independent. Labels that only one file has hold for both.
     inner: compare the items that both files have scored; otherwise any difference between them is refused.
     Raises UserError for damage, duplicates, NaN or missing scores, other items, and an empty set.
     """
@@ -88,11 +89,35 @@ def read_pair(
             )
     name = _choose_metric(raw_a, raw_b, metric, (path_a, path_b))
     key = cluster if cluster != NO_CLUSTER else None
-    if cluster is None and all(item.cluster is not None for item in itertools.chain(raw_a, raw_b)):
-        key = _USUAL_CLUSTER
+    if cluster is None and any(item.cluster is not None for item in itertools.chain(raw_a, raw_b)):
+        key = _USUAL_CLUSTER  # then every item needs one: items taken as independent by mistake look too certain
+    if key is not None:
+        for raw in (raw_a, raw_b):
+            _refuse_some_labels(raw, key)
+        raw_a, raw_b = _with_labels_of(raw_a, raw_b), _with_labels_of(raw_b, raw_a)
     first = _collect(path_a, format_a, raw_a, name, key, inner=inner)
     second = _collect(path_b, format_b, raw_b, name, key, inner=inner)
     return _join(first, second, name, key, inner=inner)
+
+
+def _with_labels_of(raw: list[RawItem], other: Sequence[RawItem]) -> list[RawItem]:
+    """The items, with the cluster labels that the other file gives them where this one gives none at all."""
+    if any(item.cluster is not None for item in raw):
+        return raw
+    labels = {item.item: item.cluster for item in other}
+    return [item._replace(cluster=labels.get(item.item, item.item)) for item in raw]
+
+
+def _refuse_some_labels(raw: Sequence[RawItem], key: str) -> None:
+    """Items without a label among items with one are a slip, not a design."""
+    lacking = [item for item in raw if item.cluster is None]
+    if 0 < len(lacking) < len(raw):
+        raise UserError(
+            f"no cluster '{key}' for {len(lacking)} of {len(raw)} items",
+            where=lacking[0].where,
+            why="items that share a cluster are not independent, and whether these do is not known",
+            fix="label every item, or declare them all independent with --cluster none",
+        )
 
 
 def _choose_metric(
@@ -103,7 +128,8 @@ def _choose_metric(
     if metric is not None:
         for path, names in zip(paths, named, strict=True):
             if metric not in names:
-                raise UserError(f"no metric '{metric}' in {path}", fix=did_you_mean(metric, names))
+                fix = did_you_mean(metric, names) if names else "score its items first"
+                raise UserError(f"no metric '{metric}' in {path}", fix=fix)
         return metric
     if "score" in shared:
         return "score"
@@ -147,9 +173,9 @@ def _collect(
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             unscored.append(one)
             continue
-        if not isinstance(value, (float, int)):
+        if not isinstance(value, (float, int)) or abs(value) > sys.float_info.max:
             raise UserError(
-                f"'{metric}' is {value!r}, not a number", where=one.where, fix="score it with a number"
+                f"'{metric}' is {value!r:.80}, not a number", where=one.where, fix="score it with a number"
             )
         label = None if cluster is None else one.cluster
         if cluster is not None and label is None:

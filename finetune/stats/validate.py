@@ -10,6 +10,8 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.stats.distributions import FloatArray
 
+_LARGEST_SCORE = 1e100  # squares of larger ones leave the range of a double, and every interval with them
+
 
 def checked_scores(values: Any, *, name: str = "scores") -> FloatArray:
     """Shape [n] of finite floats; [n, samples] is averaged per item. Raises UserError for none, NaN or infinity."""
@@ -38,6 +40,12 @@ def checked_scores(values: Any, *, name: str = "scores") -> FloatArray:
             where=f"item number {int(bad[0]) + 1}",
             fix="score these items again, or remove them from both arms",
         )
+    largest = float(np.abs(scores).max())
+    if largest > _LARGEST_SCORE:
+        raise UserError(
+            f"{name} reach {largest:.3g}, too large to compute an interval with",
+            fix="check the scorer, or give the scores in a larger unit",
+        )
     return scores
 
 
@@ -62,9 +70,16 @@ def checked_margin(margin: float | None) -> float | None:
     """The greatest acceptable loss, at least 0, or None for no margin."""
     if margin is not None and not 0.0 <= margin < float("inf"):
         raise UserError(
-            f"margin {margin} must not be negative", fix="give the acceptable loss as 0.02 for two points"
+            f"margin {margin} must be a number that is not negative",
+            fix="give the acceptable loss as 0.02 for two points",
         )
     return margin
+
+
+def checked_seed(seed: int) -> int:
+    if seed < 0:
+        raise UserError(f"seed {seed} must not be negative", fix="give 0 or any other whole number above it")
+    return seed
 
 
 def is_binary(scores: FloatArray) -> bool:

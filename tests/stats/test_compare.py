@@ -222,6 +222,8 @@ def test_a_constant_gain_is_strong_evidence_but_not_certainty() -> None:
     found = compare([3.0] * 40, [3.5] * 40)
     assert 0.0 < found.p_value < 1e-9
     assert found.verdict == "improved"
+    assert "no width" in found.notes[0]
+    assert "below 0" not in found.limits()
 
 
 def test_on_the_margin_no_number_settles_it() -> None:
@@ -260,6 +262,9 @@ def test_every_number_is_a_plain_python_number() -> None:
         ([1.0, float("nan")], [1.0, 0.0], {}, "1 of 2 scores of arm A are not finite"),
         ([1.0, 0.0], [1.0, 0.0], {"margin": -0.1}, "margin -0.1"),
         ([1.0, 0.0], [1.0, 0.0], {"margin": float("nan")}, "margin nan"),
+        ([1.0, 0.0], [1.0, 0.0], {"margin": 2.0}, "for 2 points write 0.02"),
+        ([1.0, 0.0], [1.0, 0.0], {"seed": -1}, "seed -1"),
+        ([1e308, -1e308], [-1e308, 1e308], {}, "reach 1e[+]308, too large"),
         ([1.0, 0.0], [1.0, 0.0], {"confidence": 1.0}, "confidence 1.0"),
         ([1.0, 0.0], [1.0, 0.0], {"clusters": ["a"]}, "1 cluster labels for 2 items"),
     ],

@@ -169,6 +169,13 @@ def test_least_detectable_mean() -> None:
         (lambda: power_mean(1, 0.1, 1.0), "at least 2 items"),
         (lambda: cluster_design([5], 0.1), "at least 2 clusters"),
         (lambda: cluster_design([5, 5], 2.0), "intra-cluster correlation 2"),
+        (lambda: plan_power(effect=1e-300), "effect 1e-300"),
+        (lambda: plan_power(effect=float("nan")), "effect nan"),
+        (lambda: plan_power(effect=0.02, margin=float("nan")), "margin nan"),
+        (lambda: plan_power(effect=0.02, margin=2.0), "margin 2.0"),
+        (lambda: plan_power(effect=0.02, icc=-1.0), "icc -1"),
+        (lambda: plan_power(effect=0.02, icc=float("nan"), cluster_size=5), "icc nan"),
+        (lambda: plan_power(effect=0.02, alpha=1e-300), "alpha 1e-300 is too small"),
     ],
 )
 def test_bad_questions(call: object, message: str) -> None:

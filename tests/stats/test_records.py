@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import zipfile
 from pathlib import Path
@@ -294,6 +295,21 @@ def test_empty_files(two: Any) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_pair(tmp_path / "none.jsonl", tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="is a folder"):
+        read_pair(tmp_path, tmp_path)
+    with pytest.raises(UserError, match="cannot read the file: File name too long"):
+        read_pair(tmp_path / ("x" * 3000), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
+def test_packed_files(two: Any, tmp_path: Path, name: str) -> None:
+    plain, other = two(scored(0, 1), scored(1, 1))
+    packed = gzip.compress(plain.read_bytes())
+    (tmp_path / name).write_bytes(packed)
+    assert read_pair(tmp_path / name, other).a == [0.0, 1.0]
+    (tmp_path / name).write_bytes(packed[:-12])
+    with pytest.raises(UserError, match="cannot unpack it"):
+        read_pair(tmp_path / name, other)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +320,12 @@ def test_missing_file(tmp_path: Path) -> None:
         ('{"score": 1}\n', "no 'item'"),
         ('{"item": {"a": 1}, "score": 1}\n', "no 'item'"),
         ('{"doc_id": 1, "metrics": ["a"], "a": 1}\n{"a": 1}\n', "no 'doc_id'"),
+        ('{"doc_id": null, "metrics": ["a"], "a": 1}\n', "no 'doc_id'"),
+        ('{"item": "q", "score": "1.0"}\n', "'score' is '1.0', not a number"),
+        ('{"item": "q", "score": [1, 0]}\n', "is .1, 0., not a number"),
+        (f'{{"item": "q", "score": {10**400}}}\n', "not a number"),
+        ('{"item": "q", "score": 1, "cluster": ["t"]}\n', "not a label"),
+        ('{"item": "q", "score": 1, "o": ' + "[" * 50_000 + "]" * 50_000 + "}\n", "not valid JSON"),
     ],
 )
 def test_damaged_lines(tmp_path: Path, text: str, message: str) -> None:
@@ -322,6 +344,20 @@ def test_json_that_is_neither(tmp_path: Path) -> None:
     path.write_text('{"samples": [{"no": "id"}]}')
     with pytest.raises(UserError, match="a sample without 'id'"):
         read_pair(path, path)
+    path.write_text('{"samples": [{"id": 1, "scores": [1]}]}')
+    with pytest.raises(UserError, match="'scores' is no mapping"):
+        read_pair(path, path)
+
+
+def test_labels_that_only_one_file_has_hold_for_both(two: Any) -> None:
+    labelled = [{"item": item, "score": 1, "cluster": cluster} for item, cluster in ("qt", "rt", "su")]
+    bare = scored(0, 0, 0)[:1] + [{"item": item, "score": 0} for item in "qrs"]
+    for files in (two(labelled, bare), two(labelled, bare)[::-1]):
+        assert read_pair(*files, inner=True).clusters == ["t", "t", "u"]
+        with pytest.raises(UserError, match="do not hold the same items"):
+            read_pair(*files)
+    with pytest.raises(UserError, match="no cluster 'tmplate'"):
+        read_pair(*two(labelled, bare), cluster="tmplate")
 
 
 def test_clusters_that_do_not_hold(two: Any) -> None:
@@ -332,7 +368,9 @@ def test_clusters_that_do_not_hold(two: Any) -> None:
     partly = [labelled[0], {"item": "r", "score": 1}]
     with pytest.raises(UserError, match="no cluster 'cluster'"):
         read_pair(*two(labelled, partly), cluster="cluster")
-    assert read_pair(*two(labelled, partly)).clusters is None
+    with pytest.raises(UserError, match="no cluster 'cluster' for 1 of 2 items"):
+        read_pair(*two(labelled, partly))
+    assert read_pair(*two(labelled, partly), cluster="none").clusters is None
     samples = [{"item": "q", "score": 1, "repeat": n, "cluster": f"t{n}"} for n in range(2)]
     with pytest.raises(UserError, match="in different clusters"):
         read_pair(*two(samples, samples))
