@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetune.digest import digest_json
 from finetune.errors import Fault, UserError
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.model.source import ModelSource, read_config, resolve_model
 from finetune.paths import find_declarative
+from finetune.pipeline.starts import AdapterStart, find_start, model_folder
 from finetune.recipe.resolve import read_recipe, recipe_digest
 from finetune.recipe.schema import Recipe
 
@@ -28,6 +30,14 @@ class RunInputs:
     suites: tuple[Suite, ...]
     source: ModelSource
     config: dict[str, Any]
+    start: AdapterStart | None = None  # the adapter that training goes on from
+
+    def before_key(self, dtype: str) -> str:
+        """Digest of the model before training, as it answers in `dtype`: the base, and the adapter training starts from."""
+        content = {"model": self.source.digest, "dtype": dtype}
+        if self.start is not None:
+            content |= {"start": self.start.digest, "quantize": self.recipe.model.quantize}
+        return digest_json(content)
 
     @property
     def folder_name(self) -> str:
@@ -68,16 +78,17 @@ def gather_inputs(
         )
         for name in recipe.eval.suites
     ]
-    beside = loaded.folder("model.id") / recipe.model.id
-    model_id = str(beside) if beside.is_dir() else recipe.model.id
     source = attempt(
         lambda: resolve_model(
-            model_id,
+            model_folder(recipe.model.id, loaded.folder("model.id"), loaded.where("model.id")),
             recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
             announce=say,
             where=loaded.where("model.id"),
         )
+    )
+    start = attempt(
+        lambda: find_start(recipe.adapter, loaded.folder("adapter.start"), loaded.where("adapter.start"))
     )
     for suite in suites:
         if suite is not None:
@@ -93,13 +104,19 @@ def gather_inputs(
         suites=tuple(suite for suite in suites if suite is not None),
         source=source,
         config=read_config(source),
+        start=start,
     )
 
 
 def _missing_arms(suite: Suite, recipe: Recipe) -> list[Fault]:
     """A suite that claims an improvement needs every baseline; one that only guards is compared with what it has."""
     shows_its_own = suite.items.lm_eval is not None  # examples are part of such a task's prompts
-    if suite.role == "task" and not shows_its_own and "few_shot" in recipe.eval.baselines and suite.few_shot is None:
+    if (
+        suite.role == "task"
+        and not shows_its_own
+        and "few_shot" in recipe.eval.baselines
+        and suite.few_shot is None
+    ):
         return [
             Fault(
                 f"suite {suite.name} has no few_shot section, but eval.baselines asks for that arm",

@@ -23,8 +23,9 @@ from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
-from finetune.model.load import load_model, load_tokenizer
+from finetune.model.load import load_tokenizer
 from finetune.pipeline.baseline_store import fetch_baseline
+from finetune.pipeline.before import load_before
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.served import SERVED_FOLDER, Served
@@ -114,7 +115,7 @@ class FinishedRun:
             dtype = self.served.key(tuned=tuned)
         if tuned:
             return digest_json({"trained": self.context.manifest.output_digest("train"), "dtype": dtype})
-        return digest_json({"model": self.context.inputs.source.digest, "dtype": dtype})
+        return self.context.inputs.before_key(dtype)
 
     def _adapter_sha256(self) -> str | None:
         adapter = self.context.folder / "adapter"
@@ -134,7 +135,7 @@ class FinishedRun:
         if "base" not in self._loaded:
             recipe = self.context.inputs.recipe
             self._loaded = {
-                "base": load_model(self.context.inputs.source, dtype=recipe.eval.dtype, attention="sdpa")
+                "base": load_before(self.context.inputs, dtype=recipe.eval.dtype, attention="sdpa")
             }
         return self._loaded["base"]
 

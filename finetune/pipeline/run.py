@@ -88,6 +88,7 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
     write_json(manifest.folder / "environment.json", describe_environment())
     manifest.inputs = {
         "model": inputs.source.digest,
+        **({"start": inputs.start.digest} if inputs.start is not None else {}),
         **{f"suite {suite.name}": suite.digest for suite in inputs.suites},
     }
     manifest.save()

@@ -11,8 +11,6 @@ from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
 from finetune.data.decontaminate import decontaminate
-from finetune.data.rows import Row
-from finetune.data.tokenise import TokenisedSplit, tokenise_rows
 from finetune.digest import digest_bytes, digest_json
 from finetune.evaluation.canary import adapter_sha256, canary_differs, canary_logits
 from finetune.evaluation.claims import combine
@@ -29,9 +27,11 @@ from finetune.model.memory import release_memory
 from finetune.model.quantization import check_row_lengths
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
+from finetune.pipeline.before import load_before
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
+from finetune.pipeline.methods import Split, learnt, longest_example, tokenise_side, train_by_method
 from finetune.plan.memory import forecast_training
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
 from finetune.telemetry.progress import Progress
@@ -72,8 +72,8 @@ class RunContext:
 class TrainingRows:
     """Tokenised rows of both sides, and the digest of everything that decided them."""
 
-    train: TokenisedSplit
-    validation: TokenisedSplit
+    train: Split
+    validation: Split
     digest: str
 
 
@@ -94,12 +94,12 @@ def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteD
     context.tokenizer = load_tokenizer(context.inputs.source)
     check_context(context.inputs.source, recipe.data.max_tokens)
     splits = {
-        "train": _tokenise(context, build.rows("train"), recipe.data.max_train_rows),
-        "validation": _tokenise(context, build.rows("validation"), recipe.data.max_validation_rows),
+        "train": tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], context.tokenizer),
+        "validation": tokenise_side(
+            recipe, build.rows("validation")[: recipe.data.max_validation_rows], context.tokenizer
+        ),
     }
-    digest = digest_json(
-        {side: [[row.input_ids, row.labels] for row in split.rows] for side, split in splits.items()}
-    )
+    digest = digest_json({side: learnt(split) for side, split in splits.items()})
 
     def work(outputs: list[Path]) -> None:
         outputs += _copy_build(build, context.folder / "data")
@@ -114,17 +114,6 @@ def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteD
     announcement = "\n".join(filter(None, [f"data: {_row_line(build)}", contaminated_line(found)]))
     context.stage("data", {"build": build.digest, "rows": digest}, work, announcement)
     return TrainingRows(splits["train"], splits["validation"], digest)
-
-
-def _tokenise(context: RunContext, rows: Sequence[Row], limit: int | None) -> TokenisedSplit:
-    section = context.inputs.recipe.data
-    return tokenise_rows(
-        rows[:limit],
-        context.tokenizer,
-        max_tokens=section.max_tokens,
-        long_rows=section.long_rows,
-        train_on=section.train_on,
-    )
 
 
 def _copy_build(build: DatasetBuild, target: Path) -> list[Path]:
@@ -148,7 +137,7 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
     check_row_lengths(skeleton, recipe.model.quantize)
     if recipe.adapter.kind != "none":
         target_module_names(skeleton, recipe.adapter.target_modules)
-    longest = max(len(row.input_ids) for row in rows.train.rows)
+    longest = longest_example(rows.train)
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 
     def work(outputs: list[Path]) -> None:
@@ -160,9 +149,12 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
 
 
 def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
-    """Evaluate the untuned model; it is loaded only when no run has asked it the same before (see `baseline_store`)."""
-    recipe, source = context.inputs.recipe, context.inputs.source
-    key = digest_json({"model": source.digest, "dtype": recipe.eval.dtype})
+    """Evaluate the model as it is before training: the base, with the adapter that training goes on from, if any.
+
+    It is loaded only when no run has asked it the same before (see `baseline_store`).
+    """
+    inputs = context.inputs
+    recipe, key = inputs.recipe, inputs.before_key(inputs.recipe.eval.dtype)
     for data in suites:
         suite = data.suite
         arms = cast("list[Arm]", suite.baseline_arms(recipe.eval.baselines))
@@ -175,7 +167,7 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
         }
 
         def work(outputs: list[Path], data: SuiteData = data, arms: list[Arm] = arms) -> None:
-            model = cache(lambda: load_model(source, dtype=recipe.eval.dtype, attention="sdpa"))
+            model = cache(lambda: load_before(inputs, dtype=recipe.eval.dtype, attention="sdpa"))
             target = context.folder / "baseline" / data.suite.name
             for arm in arms:
                 job = prepare_arm(
@@ -201,12 +193,13 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
 
 def train_stage(context: RunContext, rows: TrainingRows) -> None:
     """Tune. Refuses to begin before every baseline is complete."""
-    from finetune.training.sft import train_sft
-
     recipe, source = context.inputs.recipe, context.inputs.source
     unfinished = [name for name in _baseline_names(context) if not context.manifest.stages[name]["completed"]]
     assert not unfinished, f"nothing is tuned before there is an evaluation: {unfinished}"
     depends_on = {"recipe": context.inputs.digest, "model": source.digest, "rows": rows.digest}
+    start = context.inputs.start
+    if start is not None:
+        depends_on["start"] = start.digest
     _drop_outdated_checkpoints(context, depends_on)
 
     def work(outputs: list[Path]) -> None:
@@ -224,14 +217,16 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
             attention=attention,
             trust_remote_code=section.trust_remote_code,
         )
-        if recipe.adapter.kind != "none":
+        if start is not None:
+            model = load_adapter(model, start.folder, source=source, trainable=True)
+        elif recipe.adapter.kind != "none":
             model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
-        result = train_sft(
+        result = train_by_method(
             recipe,
             model,
             context.tokenizer,
-            rows.train.rows,
-            rows.validation.rows,
+            rows.train,
+            rows.validation,
             run_folder=context.folder,
             owner=digest_json(depends_on),
             say=context.say,

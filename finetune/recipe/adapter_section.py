@@ -49,6 +49,11 @@ class AdapterSection(Section):
         "of the activations on train rows, which also shares out the ranks; `loftq`: against the error of 4-bit "
         "weights; `gaussian`, `orthogonal`. The base weights are never changed.",
     )
+    start: str | None = Field(
+        None,
+        description="Adapter to train on from: a run (`runs/<id>`) or a folder that PEFT saved; none: a fresh one. Kind, rank, alpha "
+        "and rslora have to be those it has.",
+    )
     dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     rank_pattern: dict[str, Count] = Field(
         default_factory=dict,
@@ -89,6 +94,14 @@ class AdapterSection(Section):
             given = getattr(self, key)
             if given is not None and len(set(given)) != len(given):
                 raise refused(key, "an entry is named twice", fix="name each once")
+        if self.start is not None and (self.kind == "none" or self.init != "default"):
+            raise refused(
+                "start" if self.kind == "none" else "init",
+                "the weights come from adapter.start"
+                if self.kind != "none"
+                else "there is no adapter to train on from when all weights are tuned",
+                fix="leave out adapter.init" if self.kind != "none" else "set model.id to the run instead",
+            )
         if self.layers == []:
             raise refused(
                 "layers", "no layer is named, so nothing would train", fix="leave out adapter.layers"

@@ -1,0 +1,25 @@
+"""The model as it is before a run's training: what its baseline answers come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.model.adapter_files import load_adapter
+from finetune.model.load import load_model
+from finetune.pipeline.inputs import RunInputs
+
+
+def load_before(inputs: RunInputs, *, dtype: str, attention: str) -> Any:
+    """The base, with the adapter that training goes on from, if any; frozen."""
+    if inputs.start is None:
+        return load_model(inputs.source, dtype=dtype, attention=attention)
+    section = inputs.recipe.model
+    base = load_model(
+        inputs.source,
+        dtype=dtype,
+        quantize=section.quantize,
+        double_quantization=section.double_quantization,
+        attention=attention,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return load_adapter(base, inputs.start.folder, source=inputs.source)

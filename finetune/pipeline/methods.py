@@ -1,0 +1,89 @@
+"""What depends on `train.method`: how rows become tokens, and which assembly trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.data.pair_tokens import PreferenceSplit, tokenise_preferences
+from finetune.data.rows import Row
+from finetune.data.tokenise import TokenisedSplit, tokenise_rows
+from finetune.paths import runs_root
+from finetune.recipe.preference_section import PREFERENCE_METHODS
+from finetune.recipe.schema import Recipe
+
+Split = TokenisedSplit | PreferenceSplit
+
+
+def tokenise_side(recipe: Recipe, rows: Sequence[Row], tokenizer: Any) -> Split:
+    """Tokens and targets of one side, as the recipe's method learns from them."""
+    section, method = recipe.data, recipe.train.method
+    if method not in PREFERENCE_METHODS:
+        return tokenise_rows(
+            rows,
+            tokenizer,
+            max_tokens=section.max_tokens,
+            long_rows=section.long_rows,
+            train_on=section.train_on,
+        )
+    assert section.long_rows != "split", "the recipe refuses it"
+    return tokenise_preferences(
+        rows,
+        tokenizer,
+        unit="judged" if method == "kto" else "pair",
+        max_tokens=section.max_tokens,
+        long_rows=section.long_rows,
+        max_identical_share=recipe.train.preference.max_identical_share,
+    )
+
+
+def learnt(split: Split) -> list[Any]:
+    """Everything that is learnt from a side, for a digest."""
+    if isinstance(split, PreferenceSplit):
+        return [row.content() for row in split.rows]
+    return [[row.input_ids, row.labels] for row in split.rows]
+
+
+def longest_example(split: Split) -> int:
+    """Tokens of the longest row, both answers of a pair included."""
+    if isinstance(split, PreferenceSplit):
+        return max(row.n_tokens for row in split.rows)
+    return max(len(row.input_ids) for row in split.rows)
+
+
+def train_by_method(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    train: Split,
+    validation: Split,
+    *,
+    run_folder: Path,
+    **options: Any,
+) -> Any:
+    """The TrainResult of the recipe's method; `options` are those that `train_sft` and `train_preference` share."""
+    if recipe.train.method in PREFERENCE_METHODS:
+        from finetune.training.preference import train_preference
+
+        return train_preference(
+            recipe,
+            model,
+            tokenizer,
+            cast(PreferenceSplit, train).rows,
+            cast(PreferenceSplit, validation).rows,
+            run_folder=run_folder,
+            references=runs_root() / "references",
+            **options,
+        )
+    from finetune.training.sft import train_sft
+
+    return train_sft(
+        recipe,
+        model,
+        tokenizer,
+        cast(TokenisedSplit, train).rows,
+        cast(TokenisedSplit, validation).rows,
+        run_folder=run_folder,
+        **options,
+    )
