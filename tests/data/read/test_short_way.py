@@ -19,7 +19,7 @@ letters = st.characters(exclude_categories=["Cs"])
 ascii_text = st.text(st.characters(max_codepoint=127), max_size=20)
 
 
-@given(ascii_text | st.text(letters, max_size=20))
+@given(ascii_text | st.text("aB \n\x1f", max_size=60) | st.text(letters, max_size=20))
 def test_folding(text: str) -> None:
     assert fold_text(text) == " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     assert fold_text(fold_text(text)) == fold_text(text)
