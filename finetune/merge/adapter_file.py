@@ -6,6 +6,9 @@ The keys PEFT writes, after the prefix `base_model.model.`:
     <module>.token_adapter.trainable_tokens_delta [n, width]   rows that replace the embedding's
     <module>.base_layer.<name> · .original_module.<name>        values of the base itself, saved along (resized, bias)
     <parameter>                                                 a module in modules_to_save, or again a value of the base
+    <module>.vera_lambda_b [out] · .vera_lambda_d [r]           VeRA's scales, over `base_model.vera_A` [r, widest in] and
+                                                                `base_model.vera_B` [widest out, r] that all modules share
+    <module>.ia3_l [out, 1] or [1, in]                          IA3's scale of the module's output or input
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from finetune.model.source import ADAPTER_CONFIG
 PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|lora_magnitude_vector(?:\.weight)?"
-    r"|token_adapter\.trainable_tokens_delta|(?:token_adapter\.)?base_layer\.(?P<own>[^.]+)"
+    r"|vera_lambda_[bd]|ia3_l|token_adapter\.trainable_tokens_delta|(?:token_adapter\.)?base_layer\.(?P<own>[^.]+)"
     r"|original_module\.(?P<original>.+)|modules_to_save\.(?P<trained>.+))"
 )
 # Options whose effect is no change of weights, or of other weights than the base's, and the reason shown.
@@ -44,6 +47,9 @@ _UNMERGEABLE = {
 }
 # Initialisations that subtract the first adapter from the base: the trained model's base is not the base on disk.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MERGED_KINDS = ("LORA", "VERA", "IA3")
+_VERA = ("vera_lambda_b", "vera_lambda_d")
+_SHARED = ("base_model.vera_A", "base_model.vera_B")
 
 
 @dataclass(slots=True)
@@ -55,6 +61,10 @@ class AdapterFile:
     sha256: str
     files: TensorFiles
     low_rank: dict[str, dict[str, str]] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+    widths: dict[str, int] = field(
+        default_factory=dict
+    )  # inputs of VeRA's modules, which its own tensors do not tell
     token_rows: dict[str, str] = field(default_factory=dict)
     base_values: dict[str, str] = field(default_factory=dict)
     replaced: dict[str, str] = field(default_factory=dict)
@@ -62,7 +72,9 @@ class AdapterFile:
 
     @property
     def kind(self) -> str:
-        """What to call it on a page: LoRA, rsLoRA, DoRA, rsDoRA."""
+        """What to call it on a page: LoRA, rsLoRA, DoRA, rsDoRA, VeRA, IA3."""
+        if self.config["peft_type"] != "LORA":
+            return {"VERA": "VeRA", "IA3": "IA3"}[self.config["peft_type"]]
         return ("rs" if self.config.get("use_rslora") else "") + (
             "DoRA" if self.config.get("use_dora") else "LoRA"
         )
@@ -74,11 +86,29 @@ class AdapterFile:
     def update(self, module: str, *, transposed: bool) -> LowRankUpdate:
         """The low-rank update of a module's weight, in fp32; `transposed` for weights stored as [in, out] (deltas.py)."""
         parts = self.low_rank[module]
+        if "vera_lambda_b" in parts:
+            return self._vera_update(module, transposed)
         embedding = "lora_embedding_A" in parts
         a = self.value(parts["lora_embedding_A" if embedding else "lora_A.weight"])
         b = self.value(parts["lora_embedding_B" if embedding else "lora_B.weight"])
         magnitude = self.value(parts["lora_magnitude_vector"]) if "lora_magnitude_vector" in parts else None
         return LowRankUpdate(a, b, self.scaling(module, a.shape[0]), transposed, magnitude)
+
+    def _vera_update(self, module: str, transposed: bool) -> LowRankUpdate:
+        """ΔW = diag(b)·B·diag(d)·A, A and B cut to the module's width (Kopiczko et al. 2024, arXiv:2310.11454)."""
+        b, d = (self.value(self.low_rank[module][part]) for part in _VERA)
+        shared_a, shared_b = (self.value(name) for name in _SHARED)
+        a = d.unsqueeze(1) * shared_a[:, : self.widths[module]]
+        return LowRankUpdate(a, b.unsqueeze(1) * shared_b[: len(b)], 1.0, transposed)
+
+    def update_shapes(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A and B of a module's update."""
+        parts, entries = self.low_rank[module], self.files.entries
+        if "vera_lambda_b" in parts:
+            rank, n_out = entries[parts["vera_lambda_d"]].shape[0], entries[parts["vera_lambda_b"]].shape[0]
+            return (rank, self.widths[module]), (n_out, rank)
+        a = entries[parts.get("lora_A.weight") or parts["lora_embedding_A"]].shape
+        return a, entries[parts.get("lora_B.weight") or parts["lora_embedding_B"]].shape
 
     def scaling(self, module: str, rank: int) -> float:
         """α/r (or α/√r) of one module, `alpha_pattern` applied the way PEFT matches it."""
@@ -89,10 +119,14 @@ class AdapterFile:
         return lora_scaling(alpha, rank, rank_stabilised=bool(self.config.get("use_rslora")))
 
     def token_indices(self, module: str) -> list[int]:
-        """Rows of an embedding that `trainable_token_indices` names; a plain list means the input embedding."""
+        """Rows of an embedding that `trainable_token_indices` names; a plain list means the input embedding.
+
+        A tied head repeats the embedding's rows and is not named itself.
+        """
         given = self.config.get("trainable_token_indices")
         if isinstance(given, dict):
-            return next((rows for name, rows in given.items() if module.endswith(name)), [])
+            only = next(iter(given.values())) if len(given) == 1 else []
+            return next((rows for name, rows in given.items() if module.endswith(name)), only)
         return list(given or [])
 
 
@@ -117,6 +151,12 @@ def open_adapter(folder: Path) -> AdapterFile:
 
 
 def _refuse_unmergeable(config: dict[str, Any], path: Path) -> None:
+    if config["peft_type"] not in _MERGED_KINDS:
+        raise UserError(
+            "this adapter cannot be merged into plain weights: it puts virtual tokens in front of every row",
+            where=f"{path}: peft_type {config['peft_type']}",
+            fix="serve it unmerged, with PEFT",
+        )
     for key, reason in _UNMERGEABLE.items():
         if config.get(key):
             raise UserError(
@@ -124,7 +164,7 @@ def _refuse_unmergeable(config: dict[str, Any], path: Path) -> None:
                 where=f"{path}: {key}",
                 fix="serve it unmerged, with PEFT",
             )
-    for key in ("lora_alpha", "r"):
+    for key in ("lora_alpha", "r") if config["peft_type"] == "LORA" else ():
         if isinstance(config[key], bool) or not isinstance(config[key], (int, float)) or config[key] <= 0:
             raise UserError(
                 f"`{key}` of the adapter's configuration is {config[key]!r}, which scales nothing",
@@ -144,6 +184,8 @@ def _refuse_unmergeable(config: dict[str, Any], path: Path) -> None:
 def _sort_in(adapter: AdapterFile, key: str, saved: tuple[str, ...]) -> None:
     """Put one tensor of the file where it acts."""
     name = key.removeprefix(PREFIX)
+    if key in _SHARED:
+        return
     if not key.startswith(PREFIX):
         adapter.unknown.append(key)
         return
@@ -158,6 +200,8 @@ def _sort_in(adapter: AdapterFile, key: str, saved: tuple[str, ...]) -> None:
         adapter.base_values[f"{module}.{own}"] = key
     elif match["trained"]:
         adapter.replaced[f"{module}.{match['trained']}"] = key
+    elif part == "ia3_l":
+        adapter.scales[module] = key
     elif part.startswith("token_adapter"):
         adapter.token_rows[module] = key
     else:
@@ -178,6 +222,7 @@ def _refuse_incomplete(adapter: AdapterFile) -> None:
     lacking, extra = [], []
     for module, parts in adapter.low_rank.items():
         pair = ("lora_embedding_A", "lora_embedding_B") if any("embedding" in part for part in parts) else ()
+        pair = _VERA if adapter.config["peft_type"] == "VERA" else pair
         needed = {*(pair or ("lora_A.weight", "lora_B.weight")), *(["lora_magnitude_vector"] if dora else [])}
         lacking += [f"{module}.{part}" for part in sorted(needed - parts.keys())]
         extra += [f"{module}.{part}" for part in sorted(parts.keys() - needed - {"lora_B.bias"})]
@@ -189,5 +234,12 @@ def _refuse_incomplete(adapter: AdapterFile) -> None:
             why=f"{ADAPTER_CONFIG} says use_dora: {str(dora).lower()}",
             fix="copy the adapter again, or restore its configuration",
         )
-    if not (adapter.low_rank or adapter.token_rows or adapter.replaced):
+    if adapter.config["peft_type"] == "VERA" and not set(_SHARED) <= set(adapter.files.entries):
+        raise UserError(
+            "the adapter lacks the matrices that all its modules share",
+            where=str(adapter.folder / ADAPTER_WEIGHTS),
+            why="VeRA draws them at random; drawn again, they need not be the same",
+            fix="save the adapter with save_projection: true",
+        )
+    if not (adapter.low_rank or adapter.scales or adapter.token_rows or adapter.replaced):
         raise UserError(f"{adapter.folder} adapts nothing: it holds no low-rank pair and no trained module")

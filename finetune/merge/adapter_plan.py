@@ -27,11 +27,12 @@ class Edit:
     update: str | None = None
     rows: str | None = None
     bias: str | None = None
+    scale: str | None = None
 
     @property
     def changes(self) -> bool:
         """Whether the parameter differs from the base the adapter was trained on."""
-        return self.trained or any((self.update, self.rows, self.bias))
+        return self.trained or any((self.update, self.rows, self.bias, self.scale))
 
 
 NO_EDIT = Edit()
@@ -71,6 +72,7 @@ class MergePlan:
 
 def plan_merge(layout: Layout, base: TensorFiles, adapter: AdapterFile, dtype: torch.dtype) -> MergePlan:
     """Plan every output tensor in `dtype`. That the adapter fits is for `load_adapter` and `refuse_misfit` to say."""
+    adapter.widths = {module: _width(layout, module) for module in adapter.low_rank}
     edits = _edits(layout, adapter)
     plan = MergePlan(edits, n_vocabulary=_vocabulary(layout, base, adapter, edits))
     owners = layout.owners()
@@ -87,6 +89,14 @@ def plan_merge(layout: Layout, base: TensorFiles, adapter: AdapterFile, dtype: t
             plan.tensors.append(_tensor_plan(target, entry, target, edit, layout, adapter, dtype))
             plan.untied = True
     return plan
+
+
+def _width(layout: Layout, module: str) -> int:
+    """Inputs of a linear module; 0 where the base has no such matrix, which is refused later."""
+    shape = layout.shapes.get(f"{module}.weight", ())
+    if len(shape) != 2:
+        return 0
+    return shape[0] if layout.kinds.get(module) == "conv1d" else shape[1]
 
 
 def _edits(layout: Layout, adapter: AdapterFile) -> dict[str, Edit]:
@@ -107,6 +117,11 @@ def _edits(layout: Layout, adapter: AdapterFile) -> dict[str, Edit]:
             add(f"{module}.bias", bias=module)
     for module in adapter.token_rows:
         add(f"{module}.weight", rows=module)
+    for module, tensor in adapter.scales.items():
+        add(f"{module}.weight", scale=module)
+        scales_output = adapter.files.entries[tensor].shape[0] != 1
+        if scales_output and f"{module}.bias" in layout.shapes:
+            add(f"{module}.bias", scale=module)
     for target, source in layout.tied.items():
         one, two = edits.get(target, NO_EDIT), edits.get(source, NO_EDIT)
         if one.own and not one.trained and two.own is None:
@@ -147,7 +162,7 @@ def refuse_misfit(layout: Layout, adapter: AdapterFile, plan: MergePlan) -> None
             why="a plain model of this architecture has no place for it",
             fix="serve the adapter unmerged, or train without lora_bias",
         )
-    modules = sorted({*adapter.low_rank, *adapter.token_rows})
+    modules = sorted({*adapter.low_rank, *adapter.token_rows, *adapter.scales})
     odd = [module for module in modules if f"{module}.weight" in layout.shapes and module not in layout.kinds]
     renamed = sorted(
         name for name in edits if name in layout.shapes and layout.canonical(name) in layout.missing
@@ -183,6 +198,11 @@ def _wrong_shapes(layout: Layout, adapter: AdapterFile, edits: dict[str, Edit]) 
         for found in _shapes_of(adapter, edit, layout.kinds.get(parameter.rpartition(".")[0])):
             if found != own:
                 wrong.append(f"{parameter} ({list(found)}, here {list(own)})")
+        if edit.scale and len(own) == 2:
+            scale = adapter.files.entries[adapter.scales[edit.scale]].shape
+            straight = own[::-1] if layout.kinds.get(edit.scale) == "conv1d" else own
+            if scale not in ((straight[0], 1), (1, straight[1])):
+                wrong.append(f"{edit.scale}.ia3_l ({list(scale)}, here {list(own)})")
         if edit.rows:
             rows = adapter.files.entries[adapter.token_rows[edit.rows]].shape
             indices = adapter.token_indices(edit.rows)
@@ -200,9 +220,7 @@ def _shapes_of(adapter: AdapterFile, edit: Edit, kind: str | None) -> list[tuple
     if edit.bias:
         shapes.append(entries[adapter.low_rank[edit.bias]["lora_B.bias"]].shape)
     if edit.update:
-        parts = adapter.low_rank[edit.update]
-        a = entries[parts.get("lora_A.weight") or parts["lora_embedding_A"]].shape
-        b = entries[parts.get("lora_B.weight") or parts["lora_embedding_B"]].shape
+        a, b = adapter.update_shapes(edit.update)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             return [*shapes, (*b, *a)]
         shapes.append((a[1], b[0]) if kind in ("conv1d", "embedding") else (b[0], a[1]))

@@ -9,6 +9,7 @@ never through a module that ran a forward (on some CPUs that repacks the codes i
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,11 @@ from finetune.errors import UserError
 from finetune.merge.layout import Layout
 from finetune.merge.shards import TensorFiles
 from finetune.model.load import DTYPES
-from finetune.model.quantization import BLOCK_SIZE, dequantise_4bit, quantization_config
+from finetune.model.quantization import BLOCK_SIZE, FOUR_BIT, dequantise_4bit, quantization_config
 from finetune.recipe.schema import ModelSection
+
+Codes = Mapping[str, Any] | None
+"""How 4-bit weights are coded ({"quantize", "double_quantization"}), which some adapters belong to; None: not at all."""
 
 
 class WeightReader(Protocol):
@@ -37,6 +41,8 @@ class WeightReader(Protocol):
 
 class StoredWeights:
     """The parameters as they lie in the files, in the dtype of the files."""
+
+    codes: Codes = None
 
     def __init__(self, files: TensorFiles, layout: Layout) -> None:
         self.files, self.layout = files, layout
@@ -67,6 +73,11 @@ class DequantisedWeights(StoredWeights):
         """`quantized` maps a parameter to whether its stored orientation is transposed (Conv1D)."""
         super().__init__(files, layout)
         self.section, self.quantized = section, quantized
+        if section.quantize in FOUR_BIT:
+            self.codes = {
+                "quantize": section.quantize,
+                "double_quantization": section.double_quantization,
+            }
         self._last: tuple[str, torch.Tensor] | None = None
 
     def rows(self, parameter: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

@@ -143,6 +143,11 @@ def _opened(
 
 
 def _refuse_more_than_low_rank(adapter: AdapterFile) -> None:
+    if adapter.config["peft_type"] != "LORA":
+        raise UserError(
+            f"{adapter.folder} is a {adapter.kind} adapter; only LoRA and DoRA adapters are combined",
+            fix="merge this adapter into the base first, and tune or combine from there",
+        )
     biases = [module for module, parts in adapter.low_rank.items() if "lora_B.bias" in parts]
     extra = sorted([*adapter.token_rows, *adapter.replaced, *adapter.base_values, *biases])
     if extra:

@@ -37,7 +37,7 @@ def no_progress(label: str, total: int, unit: str) -> Callable[[int], None]:
     return lambda n: None
 
 
-_UP = ("lora_B.weight", "lora_embedding_B")
+_UP = ("lora_B.weight", "lora_embedding_B", "vera_lambda_b")
 
 
 @dataclass(slots=True)
@@ -179,12 +179,22 @@ class Merger:
                 merged += bias[start : start + len(merged)]
             if edit.rows:
                 self._replace_rows(merged, edit.rows, start)
+            if edit.scale:
+                merged = self._scaled(merged, edit.scale, start, tensor.transposed)
             yield start, base, merged
 
     def _bias(self, module: str) -> torch.Tensor:
         parts = self.adapter.low_rank[module]
         rank = self.adapter.files.entries[parts["lora_A.weight"]].shape[0]
         return self.adapter.value(parts["lora_B.bias"]) * self.adapter.scaling(module, rank)
+
+    def _scaled(self, rows: torch.Tensor, module: str, start: int, transposed: bool) -> torch.Tensor:
+        """IA3: rows of a weight [n, columns], or of a bias [n], times the scale of the module's output or input."""
+        scale = self.adapter.value(self.adapter.scales[module])
+        if rows.dim() == 1:
+            return rows * scale.flatten()[start : start + len(rows)]
+        scale = scale.T if transposed else scale
+        return rows * (scale if scale.shape[0] == 1 else scale[start : start + len(rows)])
 
     def _replace_rows(self, merged: torch.Tensor, module: str, start: int) -> None:
         """Put the trained token rows that fall into this chunk (rows from `start` on) in place."""
@@ -223,7 +233,7 @@ class Merger:
 
 
 def refuse_broken_adapter(adapter: AdapterFile) -> None:
-    """Every tensor of the adapter must be finite (those that are not are named), and some update not zero."""
+    """Every tensor of the adapter must be finite (those that are not are named), and some of it not as it started."""
     broken = []
     for name in adapter.files.entries:
         values = adapter.files.read(name)
@@ -237,7 +247,9 @@ def refuse_broken_adapter(adapter: AdapterFile) -> None:
             fix="take an earlier checkpoint, or train again with a lower learning rate",
         )
     ups = [part for parts in adapter.low_rank.values() for name, part in parts.items() if name in _UP]
-    if ups and not (adapter.replaced or adapter.token_rows or any(adapter.value(up).any() for up in ups)):
+    biases = [name for name in adapter.base_values if name.endswith(".bias")]
+    elsewhere = bool(adapter.replaced or adapter.token_rows or adapter.scales or biases)
+    if ups and not (elsewhere or any(adapter.value(up).any() for up in ups)):
         raise UserError(
             f"this adapter was never trained: the matrices B of all {len(ups)} layers are zero",
             where=str(adapter.folder),

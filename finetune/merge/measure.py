@@ -151,7 +151,7 @@ def measure(
         del merged
         merged = _ask(models.merged(folder, "fp32"), answers)
         advance(1)
-    effect = distance(answers.fp32, _ask(models.plain_base(base, "fp32"), answers))
+    effect = distance(answers.fp32, _ask_base(models, base, answers))
     advance(1)
     proof = MergeProof(
         **_identity(models, dtype, quantization, onto),
@@ -201,6 +201,13 @@ def _ask(opened: AbstractContextManager[Any], answers: _Answers) -> torch.Tensor
         return logits_at(model, answers.sequence, answers.keep)
 
 
+def _ask_base(models: Models, base: StoredWeights, answers: _Answers) -> torch.Tensor:
+    """The base's logits; tokens that the adapter brought, and the continuation may hold, are the base's last one to it."""
+    rows = models.layout.shapes[f"{models.layout.input_embedding}.weight"][0]
+    with models.plain_base(base, "fp32") as model:
+        return logits_at(model, answers.sequence.clamp(max=rows - 1), answers.keep)
+
+
 def _answers_of_adapter(models: Models, base: StoredWeights, probe: Probe, dtype: str) -> _Answers:
     answers = _continued(models, base, probe)
     if dtype == "bf16":
@@ -240,6 +247,8 @@ def _drift(
     onto: str,
 ) -> dict[str, float]:
     """KL from the trained model: of what was written, and of the adapter on the other base, all computed in fp32."""
+    if onto == "dequantised" and models.needs_codes:
+        return {"dequantised": distance(answers.fp32, merged).mean_kl}
     if onto == "dequantised":
         other = _ask(models.with_adapter(stored, "fp32"), answers)
         found = {"dequantised": merged, "original": other}

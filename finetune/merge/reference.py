@@ -18,15 +18,16 @@ import torch
 
 from finetune.merge.adapter_file import AdapterFile
 from finetune.merge.adapter_plan import MergePlan
-from finetune.merge.base_weights import StoredWeights, requantised
+from finetune.merge.base_weights import Codes, StoredWeights, requantised
 from finetune.merge.layout import Layout, read_layout
 from finetune.merge.shards import open_model
 from finetune.merge.streamed import StreamedModel
-from finetune.model.adapter_files import load_adapter
+from finetune.model.adapter_files import ORIGIN_FILE, load_adapter
 from finetune.model.load import DTYPES, load_model
 from finetune.model.memory import release_memory
 from finetune.model.quantization import dequantised_weight
 from finetune.model.source import ModelSource
+from finetune.paths import read_json
 from finetune.recipe.schema import ModelSection
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -51,9 +52,10 @@ def _then_release(build: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
 
 def _in_type(model: Any, dtype: torch.dtype) -> Any:
     """Adapters are loaded in fp32, and PEFT computes in their type."""
-    for name, parameter in model.named_parameters():
-        if "lora_" in name and dtype == torch.float64:
-            parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if any(part in name for part in ("lora_", "vera_", "ia3_")):
+                tensor.data = tensor.data.to(dtype)
     return model
 
 
@@ -66,6 +68,12 @@ class Models:
     adapter: AdapterFile
     plan: MergePlan
     other_base: bool = False
+
+    @property
+    def needs_codes(self) -> bool:
+        """Whether the adapter fits only the 4-bit codes it was trained on (init loftq)."""
+        path = self.adapter.folder / ORIGIN_FILE
+        return path.is_file() and bool(read_json(path).get("codes"))
 
     @property
     def streamable(self) -> bool:
@@ -94,7 +102,7 @@ class Models:
         """Base plus adapter, by PEFT. Raises UserError when PEFT would not load every tensor of the adapter."""
         if not self.streamable:
             base = load_model(self.source, dtype=dtype, device="cpu").to(self._compute(dtype))
-            yield _in_type(self._adapted(base), self._compute(dtype))
+            yield _in_type(self._adapted(base, weights.codes), self._compute(dtype))
             return
         streamed = StreamedModel(self._config(resized=True), weights, self.layout, self._compute(dtype))
         canonical = self.layout.canonical
@@ -103,7 +111,7 @@ class Models:
         tokens = {canonical(f"{module}.weight") for module in self.adapter.token_rows}
         streamed.materialise(kept | trained)
         streamed.materialise(tokens - kept, read=True)
-        model = _in_type(self._load(streamed.model), self._compute(dtype))
+        model = _in_type(self._load(streamed.model, weights.codes), self._compute(dtype))
         streamed.drop((trained | tokens) - kept)
         streamed.keep(kept)
         streamed.attach_hooks()
@@ -139,13 +147,14 @@ class Models:
             streamed.attach_hooks()
             yield streamed.model
 
-    def _adapted(self, base: Any) -> Any:
+    def _adapted(self, base: Any, codes: Codes = None) -> Any:
         if self.plan.n_vocabulary is not None:
             base.resize_token_embeddings(self.plan.n_vocabulary, mean_resizing=False)
-        return self._load(base).eval()
+        return self._load(base, codes).eval()
 
-    def _load(self, base: Any) -> Any:
-        return load_adapter(base, self.adapter.folder, source=None if self.other_base else self.source)
+    def _load(self, base: Any, codes: Codes) -> Any:
+        source = None if self.other_base else self.source
+        return load_adapter(base, self.adapter.folder, source=source, codes=codes)
 
     def _config(self, *, resized: bool) -> Any:
         from transformers import AutoConfig
