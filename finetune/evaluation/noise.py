@@ -13,7 +13,7 @@ from typing import Any
 from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record
 from finetune.evaluation.repeats import answers_by_item
-from finetune.evaluation.scoring import scores_of
+from finetune.evaluation.scoring import both_scored, scores_of
 from finetune.evaluation.suite import Suite
 from finetune.stats.means import wilson_interval
 
@@ -26,10 +26,13 @@ def with_other_seed(suite: Suite) -> Suite:
     return suite.model_copy(update={"decoding": decoding})
 
 
-def flip_rate(first: Sequence[Record], second: Sequence[Record], metric: str) -> dict[str, Any]:
+def flip_rate(
+    first: Sequence[Record], second: Sequence[Record], metric: str, *, may_lack: bool = False
+) -> dict[str, Any]:
     """On how many items an answer, and on how many the score of `metric`, changed between two runs of one arm.
 
-    `low` and `high` bound the share of changed scores (Wilson, 95 %).
+    `low` and `high` bound the share of changed scores (Wilson, 95 %). may_lack: a judge's metric, whose share is taken
+    over the items that were scored both times.
     """
     left, right = pair_records(first, second)
     said = [
@@ -37,12 +40,13 @@ def flip_rate(first: Sequence[Record], second: Sequence[Record], metric: str) ->
         for records in (first, second)
     ]
     changed = sum(said[0][record["item"]] != said[1][record["item"]] for record in left)
-    pairs = zip(scores_of(left, metric), scores_of(right, metric), strict=True)
+    scored = both_scored(left, right, metric) if may_lack else (left, right)
+    pairs = zip(*(scores_of(records, metric) for records in scored), strict=True)
     flipped = sum(before != after for before, after in pairs)
-    n = len(left)
+    n = len(scored[0])
     low, high = wilson_interval(flipped, n) if n else (None, None)
     return {
-        "n": n,
+        "n": len(left),
         "metric": metric,
         "answers_changed": changed,
         "scores_flipped": flipped,

@@ -192,9 +192,9 @@ def measure_noise(run: FinishedRun, suites: Sequence[Suite]) -> list[dict[str, A
         again = SavedArm(first.folder / "again", first.arm)
         second = replace(data, suite=with_other_seed(suite))
         run.answer(second, again, batch_size=max(1, run.batch_size // 2 - 1), shared=False)
-        results.append(
-            {"suite": suite.name, **flip_rate(first.records(), again.records(), suite.primary_metric)}
-        )
+        metric = suite.primary_metric
+        floor = flip_rate(first.records(), again.records(), metric, may_lack=metric in suite.judges())
+        results.append({"suite": suite.name, **floor})
     return results
 
 

@@ -14,6 +14,7 @@ from finetune.evaluation import judge_model
 from finetune.evaluation.compare import compare_records
 from finetune.evaluation.gate import gate
 from finetune.evaluation.judge_model import LocalJudge, Question, ServedJudge, ask_judge, find_judge
+from finetune.evaluation.noise import flip_rate
 from finetune.evaluation.pointwise import calibrate_pointwise, judge_records
 from finetune.evaluation.reviewed import answer_digest
 from finetune.evaluation.scorers.judged import make_judge
@@ -116,6 +117,17 @@ def test_the_verdict_of_an_uncalibrated_judge_is_withheld_from_every_gate(suite:
     assert calibration["kappa"] == 1.0 and calibration["calibrated"]
     wrong = {answer: not right for answer, right in reviewed.items()}
     assert compare_records(suite, before, after, reviewed=wrong)["verdict"] == "inconclusive"
+
+
+def test_the_noise_floor_is_taken_over_what_was_scored_both_times(suite: Suite) -> None:
+    first, _ = _scored(suite)
+    again = score_records(suite, _records("zero_shot", ["please"] * 4 + ["no"] * 38 + ["odd", "no"]))
+    floor = flip_rate(first, again, "politeness", may_lack=True)
+    assert (floor["n"], floor["scores_flipped"], floor["flip_rate"]) == (
+        44,
+        4,
+        0.1,
+    )  # of 40 scored both times
 
 
 def test_only_what_was_read_of_this_very_answer_calibrates(suite: Suite) -> None:
