@@ -85,7 +85,7 @@ def document_attention(
         return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
     segments = find_segments(n_rows, n_tokens, position_ids, cu_seq_lens_q, branches)
     if attention_mask is not None:
-        if branches is not None:
+        if any(segment.prefix_length for segment in segments):
             raise ValueError("a mask that counts places in the row says nothing about branches of one prompt")
         mask = cut_mask(attention_mask, segments, n_rows, position_ids)
         return _plain(module, query, key, value, mask, dropout, scaling, is_causal, options)

@@ -105,7 +105,7 @@ def test_chosen_answers_that_become_unlikely_are_flagged(dpo_recipe: Any, train_
 def test_a_run_that_learns_is_not_flagged_and_gets_its_validation_pairs_right(
     dpo_recipe: Any, train_pairs: Any, make_pairs: Any
 ) -> None:
-    recipe = dpo_recipe(losses=["sigmoid", "sft"], train__epochs=10)
+    recipe = dpo_recipe(train__epochs=15)
     result, folder, _ = train_pairs(recipe, validation=make_pairs(6))
     assert result.flags == []
     assert result.validation["reward_accuracy"] == 1.0
@@ -156,7 +156,7 @@ def test_a_model_with_a_window_gets_a_copy_of_the_prompt_for_each_answer(
     from finetune.model.adapters import attach_adapter
     from finetune.model.attention import register_document_attention
 
-    recipe, said, rows = dpo_recipe(), [], make_pairs(4)
+    recipe, said, rows = dpo_recipe(train__pack_tokens=4096), [], make_pairs(4)
     model = windowed_model()
     model.set_attn_implementation(register_document_attention())
     tuned = attach_adapter(model, recipe.adapter, seed=1)
