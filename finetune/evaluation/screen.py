@@ -37,17 +37,27 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {noise_line(decisive['noise'])}")
     if result.get("cost"):
         lines += [f"  {line}" for line in cost_lines(result["cost"])]
-    if decisive.get("missing", {}).get("items"):
-        lines.append(
-            f"  {decisive['missing']['items']} items without a score of the judge, left out (not lost)"
-        )
-    if decisive.get("judge"):
-        lines += [f"  judge {line}" for line in calibration_lines(decisive["judge"]["calibration"])]
+    for one in result["comparisons"]:
+        lines += [f"  {one['metric']}, {line}" for line in _judged_lines(one)]
     lines.append(f"  verdict: {result['verdict']}")
     if result["verdict"] in ("inconclusive", "no-evidence") and decisive.get("limits"):
         lines.append(f"  {decisive['limits']}")
     lines += [f"  note: {note}" for note in [*result.get("notes", []), *decisive.get("notes", [])]]
     return lines + slice_lines(result)
+
+
+def _judged_lines(one: Mapping[str, Any]) -> list[str]:
+    """Of a judge's metric: whether the judge may be believed, and the items that it gave no score."""
+    if not one.get("judge"):
+        return []
+    trust = one["judge"]["calibration"]
+    agreed = calibration_lines(trust) or ["nothing of it was read by hand"]
+    counts = "counts" if trust["calibrated"] else "does not count yet: read answers with finetune review"
+    lines = [f"judged by {one['judge']['name']}, {agreed[0]}; its verdict {counts}"]
+    missing = one.get("missing", {}).get("items")
+    return (
+        [*lines, f"{missing} items without a score of the judge are left out, not lost"] if missing else lines
+    )
 
 
 def slice_lines(result: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from finetune.evaluation.pointwise import calibrate_pointwise, judge_records
 from finetune.evaluation.reviewed import answer_digest
 from finetune.evaluation.scorers.judged import make_judge
 from finetune.evaluation.scoring import score_records, summarise
+from finetune.evaluation.screen import comparison_lines
 from finetune.evaluation.server import ServerAway, ServerModel
 from finetune.evaluation.suite import Suite, load_suite
 
@@ -117,6 +118,18 @@ def test_the_verdict_of_an_uncalibrated_judge_is_withheld_from_every_gate(suite:
     assert calibration["kappa"] == 1.0 and calibration["calibrated"]
     wrong = {answer: not right for answer, right in reviewed.items()}
     assert compare_records(suite, before, after, reviewed=wrong)["verdict"] == "inconclusive"
+
+
+def test_the_screen_says_whether_the_judge_counts(suite: Suite) -> None:
+    before, after = _scored(suite)
+    text = "\n".join(comparison_lines(compare_records(suite, before, after)))
+    assert "politeness, judged by j, nothing of it was read by hand; its verdict does not count yet" in text
+    assert "politeness, 6 items without a score of the judge are left out, not lost" in text
+    reviewed = {
+        (r["item"], answer_digest(r["output"])): "please" in r["output"] for r in [*before, *after][5:70]
+    }
+    text = "\n".join(comparison_lines(compare_records(suite, before, after, reviewed=reviewed)))
+    assert "kappa 1.00 [" in text and "its verdict counts" in text
 
 
 def test_the_noise_floor_is_taken_over_what_was_scored_both_times(suite: Suite) -> None:
