@@ -133,7 +133,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"no such file: {path}", fix="check the path or the run folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}", fix="delete it and run again") from None
 
 
@@ -162,6 +162,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"not valid JSON: {error}", where=f"{path}:{number}") from None
     return rows

@@ -26,7 +26,9 @@ class Item:
     tags: dict[str, str] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
     check: dict[str, Any] | None = None  # what a checking scorer asks of this item's answer
-    harness_question: Any = field(default=None, compare=False)  # of an lm-eval task: see `harness.questions.Question`
+    harness_question: Any = field(
+        default=None, compare=False
+    )  # of an lm-eval task: see `harness.questions.Question`
 
     @property
     def asked(self) -> str:
@@ -104,6 +106,9 @@ def cluster_of(item: Item, key: str | None) -> str:
         return item.cluster
     if key not in item.tags:
         raise UserError(
-            f"item {item.id} has no tag '{key}' to cluster by", fix="name `group` or a tag of every item"
+            f"item {item.id} has no tag '{key}' to cluster by",
+            where="the suite's `cluster`",
+            why=f"its tags are {', '.join(item.tags) or 'none'}",
+            fix="name `group` or a tag of every item",
         )
     return item.tags[key]

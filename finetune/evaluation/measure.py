@@ -40,7 +40,9 @@ def choices_of(item: Item) -> list[str]:
 
 
 def _problem(item: Item) -> str:
-    choices = choices_of(item)
+    choices = (item.check or {}).get("choices", [])
+    if not isinstance(choices, list):
+        return "check.choices must be a list of texts"
     if not all(isinstance(one, str) and one for one in choices):
         return "every choice must be text that is not empty"
     if len(set(choices)) < 2 or len(set(choices)) != len(choices):

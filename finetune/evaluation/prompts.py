@@ -114,7 +114,7 @@ def few_shot_examples(
     if len(candidates) < section.k:
         raise UserError(
             f"{section.k} few-shot examples are asked for, {len(candidates)} rows can be shown",
-            why=f"rows of the {section.split} split, without those that are asked themselves",
+            why=f"rows of {section.jsonl or f'the {section.split} split'}, without those that are asked themselves",
             fix="lower few_shot.k or give more rows",
         )
     generator = random.Random(section.seed)

@@ -70,6 +70,13 @@ class RunAnswers:
         return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")), backend)
 
     @property
+    def folders(self) -> dict[str, str]:
+        """Key of the recipe -> where its relative paths start; the run may have been started from anywhere."""
+        path = self.folder / "manifest.json"
+        found: dict[str, str] = read_json(path).get("folders", {}) if path.is_file() else {}
+        return found
+
+    @property
     def correction(self) -> Correction:
         """How the recipe declared that claims of several suites are corrected."""
         declared: Correction = self.recipe["eval"].get("correction", "holm")
@@ -77,28 +84,31 @@ class RunAnswers:
 
     @property
     def suite_names(self) -> list[str]:
-        """Suites with an answer of the tuned model, the recipe's order first."""
-        evaluated = sorted(path.parent.name for path in (self.folder / "eval").glob(f"*/{TUNED}.jsonl"))
-        named = [suite_stem(name) for name in self.recipe["eval"]["suites"]]
-        return [name for name in named if name in evaluated] + [
-            name for name in evaluated if name not in named
-        ]
+        """Names of the suites with an answer of the tuned model."""
+        return sorted(path.parent.name for path in (self.folder / "eval").glob(f"*/{TUNED}.jsonl"))
 
     def load_suites(self, names: Sequence[str] | None = None) -> list[Suite]:
-        """The suites that this run was evaluated on, as they are now; or those given by name or path."""
+        """The suites that this run was evaluated on, as they are now, the recipe's first; or those given by name or path."""
         if names:
-            return [load_suite(name) for name in names]
-        if not self.suite_names:
+            return [self.suite(name) for name in names]
+        evaluated = self.suite_names
+        if not evaluated:
             raise UserError(f"{self.folder} holds no answers of the tuned model", fix="finish the run first")
-        return self._load(self.suite_names)
+        own = [suite for suite in self.recipe_suites() if suite.name in evaluated]
+        known = {suite.name for suite in own}
+        return [*own, *(load_suite(name) for name in evaluated if name not in known)]
+
+    def suite(self, name: str) -> Suite:
+        """A suite by path or name: one of the recipe's, whatever its file is called, or any other."""
+        own = {suite.name: suite for suite in self.recipe_suites()} if "/" not in name else {}
+        return own[name] if name in own else load_suite(name)
 
     def recipe_suites(self, names: Sequence[str] | None = None) -> list[Suite]:
         """The suites of the recipe, answered or not; or those given by name or path."""
-        return [load_suite(name) for name in names] if names else self._load(self.recipe["eval"]["suites"])
-
-    def _load(self, names: Sequence[str]) -> list[Suite]:
-        named = {suite_stem(name): name for name in self.recipe["eval"]["suites"]}
-        return [load_suite(named.get(name, name), relative_to=self.folder) for name in names]
+        if names:
+            return [self.suite(name) for name in names]
+        beside = Path(self.folders.get("eval.suites", self.folder))
+        return [load_suite(name, relative_to=beside) for name in self.recipe["eval"]["suites"]]
 
     def tuned(self, suite: str) -> SavedArm:
         return SavedArm(self.folder / "eval" / suite / self.backend, TUNED)

@@ -9,15 +9,15 @@ from typing import Any
 
 from finetune.data.rows import Row, Side
 from finetune.errors import Fault, UserError
+from finetune.evaluation.item_line import item_of_line, problem_of, unwritable
 from finetune.evaluation.item_source import ItemsSection
 from finetune.evaluation.item_template import ColumnError, item_from_record
 from finetune.evaluation.items import Item, cluster_of, items_digest, items_from_rows, refuse_duplicates
 from finetune.evaluation.suite import Suite
 from finetune.paths import find_declarative, read_jsonl
 
-_KEYS = frozenset({"id", "messages", "prompt", "reference", "cluster", "tags", "source", "tools", "check"})
-_REQUIRED = ("id", "reference")
-_FAULTS_SHOWN = 5
+_FAULTS_SHOWN = 5  # of items made of columns: there one fault is usually that of all
+_LINES_SHOWN = 50
 
 
 @dataclass(frozen=True)
@@ -139,27 +139,12 @@ def read_items(path: Path, *, texts: bool = False, section: ItemsSection | None 
     items: list[Item] = []
     faults: list[Fault] = []
     for number, line in enumerate(lines, start=1):
-        problem = _problem(line, texts)
+        problem = problem_of(line, texts=texts)
         if problem:
             faults.append(Fault(problem, where=f"{path}: item number {number}"))
-            continue
-        asked = (
-            [{"role": "user", "content": line["prompt"]}] if "prompt" in line else line.get("messages", ())
-        )
-        items.append(
-            Item(
-                id=str(line["id"]),
-                messages=tuple(asked),
-                reference=line["reference"],
-                cluster=str(line.get("cluster", line["id"])),
-                source=str(line.get("source", path.stem)),
-                tags=dict(line.get("tags", {})),
-                tools=tuple(line.get("tools", ())),
-                check=line.get("check"),
-            )
-        )
-    if faults:
-        raise UserError(faults)
+        else:
+            items.append(item_of_line(line, source=path.stem))
+    _refuse(faults, _LINES_SHOWN)
     refuse_duplicates([item.id for item in items], str(path))
     return items
 
@@ -181,45 +166,23 @@ def items_from_records(
             faults.append(Fault("the line is not a JSON object", place))
             continue
         try:
-            items.append(item_from_record(record, section, number=number, source=source, texts=texts))
+            item = item_from_record(record, section, number=number, source=source, texts=texts)
+            problem = unwritable(
+                [item.id, list(item.messages), item.reference, item.cluster, item.tags, item.check]
+            )
+            if problem:
+                raise ColumnError(problem)
+            items.append(item)
         except ColumnError as fault:
             faults.append(Fault(str(fault), place, fix="correct the suite's items section"))
-    if len(faults) > _FAULTS_SHOWN:
-        faults = [*faults[:_FAULTS_SHOWN], Fault(f"{len(faults) - _FAULTS_SHOWN} more records make no item")]
-    if faults:
-        raise UserError(faults)
+    _refuse(faults)
     refuse_duplicates([item.id for item in items], where or source)
     return items
 
 
-def _problem(line: Any, texts: bool) -> str:
-    """What is wrong with one line; empty when nothing is."""
-    if not isinstance(line, dict):
-        return "the line is not a JSON object"
-    missing = [key for key in _REQUIRED if key not in line]
-    unknown = sorted(set(line) - _KEYS)
-    if missing:
-        return f"no '{missing[0]}'"
-    if unknown:
-        return f"unknown key '{unknown[0]}'"
-    if not isinstance(line["reference"], str):
-        return "'reference' is not text"
-    asked = [key for key in ("messages", "prompt") if key in line]
-    if texts:
-        return f"a text has no '{asked[0]}'" if asked else ""
-    if len(asked) != 1:
-        return "give either 'messages' or 'prompt'" if asked else "no 'messages'"
-    if "prompt" in line:
-        return "" if isinstance(line["prompt"], str) and line["prompt"] else "'prompt' is not text"
-    messages = line["messages"]
-    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
-        return "'messages' must be a list of {role, content}"
-    return "'messages' must end before the answer" if messages[-1]["role"] == "assistant" else ""
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str)
-    )
+def _refuse(faults: list[Fault], shown: int = _FAULTS_SHOWN) -> None:
+    """Raise UserError for the first faults, with the number of the others."""
+    if len(faults) > shown:
+        faults = [*faults[:shown], Fault(f"{len(faults) - shown} more records make no item")]
+    if faults:
+        raise UserError(faults)

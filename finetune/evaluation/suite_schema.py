@@ -13,7 +13,14 @@ from finetune.errors import did_you_mean
 from finetune.evaluation.item_source import DATASET_SPLITS, ItemsSection, RawSection
 from finetune.evaluation.scorers.judged import PointwiseRules
 from finetune.evaluation.scorers.kind import Score, ScorerKind, WellFormed
-from finetune.evaluation.scorers.registry import SCORERS, find_scorer, make_format, make_scorer, scorer_digest
+from finetune.evaluation.scorers.registry import (
+    SCORERS,
+    find_scorer,
+    make_format,
+    make_scorer,
+    scorer_digest,
+    scorer_names,
+)
 from finetune.evaluation.suite_sections import (
     DecodingSection,
     FewShotSection,
@@ -29,7 +36,9 @@ class Suite(Section):
     """A fixed set of items with scorers. Load with `load_suite`."""
 
     suite: Literal[1] = Field(1, description="Version of this schema.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(description="Name.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = Field(
+        description="Name."
+    )
     version: Count = Field(1, description="Raise it when the meaning of the suite changes.")
     description: str = Field("", description="One sentence for the report.")
     role: Literal["task", "regression", "forgetting"] = Field(
@@ -63,7 +72,9 @@ class Suite(Section):
         "group", description="What related items share: `group`, a tag, or none for independent items."
     )
     margin: Share = Field(0.02, description="A loss up to this size does not count as a regression.")
-    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = Field(0.95, description="Level of every interval.")
+    confidence: Annotated[float, Field(gt=0.5, le=0.9999)] = Field(
+        0.95, description="Level of every interval."
+    )
     slices: SlicesSection = Field(default_factory=SlicesSection)
     stop_early: StopEarlySection | None = Field(
         None, description="None: every item is answered; the primary metric must be right or wrong."
@@ -105,6 +116,10 @@ class Suite(Section):
         shown = self.few_shot
         if shown is not None and self.items.hub is None and shown.split not in DATASET_SPLITS:
             raise ValueError(f"few_shot.split: '{shown.split}' is none of {', '.join(DATASET_SPLITS)}")
+        strange = [one.scorer for one in self.scoring if one.scorer not in SCORERS]
+        unknown = [name for name in strange if name not in scorer_names()]
+        if unknown:
+            raise ValueError(f"scorers: no scorer '{unknown[0]}'; {did_you_mean(unknown[0], scorer_names())}")
         names = self.metrics
         if not names and self.items.lm_eval is not None:
             return self  # the task's own, once its definition is read

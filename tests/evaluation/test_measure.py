@@ -141,6 +141,8 @@ def test_length_normalisation_changes_which_choice_wins() -> None:
         ({"choices": ["x", ""]}, "x", "not empty"),
         ({"choices": ["x", 3]}, "x", "not empty"),
         ({"choices": ["x", "y"]}, "z", "none of check.choices"),
+        ({"choices": "xy"}, "x", "must be a list"),
+        ({"choices": None}, "x", "must be a list"),
     ],
 )
 def test_bad_choices_are_reported_per_item_before_the_run(

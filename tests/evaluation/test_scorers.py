@@ -133,7 +133,7 @@ def test_no_requirement_is_untested_and_unknown_ones_are_named() -> None:
 @given(st.text(max_size=60))
 def test_no_text_breaks_a_requirement(output: str) -> None:
     for name, wanted in {
-        "contains_any": ["a"],
+        "contains_any": ["cat"],
         "number": 1,
         "words": 1,
         "language": "en",
@@ -152,7 +152,28 @@ def test_requirements_of_every_item_are_added_to_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [{"regex": "("}, {"words": "three"}, {"number": {"tolerance": 1}}, {"starts_with": 3}]
+    "check",
+    [
+        {"regex": "("},
+        {"regex": 3},
+        {"words": "three"},
+        {"words": [5, 1]},
+        {"words": [1, 2, 3]},
+        {"words": -1},
+        {"characters": 2.5},
+        {"lines": True},
+        {"number": {"tolerance": 1}},
+        {"number": None},
+        {"starts_with": 3},
+        {"starts_with": ""},
+        {"contains_any": "Paris"},
+        {"contains_any": ["A"]},  # an article, which no normalised answer holds
+        {"contains_all": []},
+        {"excludes": ["!"]},
+        {"upper_case": "yes"},
+        {"json_keys": "ab"},
+        {"language": "english"},
+    ],
 )
 def test_a_requirement_that_cannot_be_checked_is_named(check: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"'{next(iter(check))}: "):
@@ -210,6 +231,11 @@ def test_every_scorer_says_what_it_does_in_one_sentence() -> None:
         ("numeric", {"which": "middle"}, "is not last, first or only"),
         ("numeric", {"tolerance": -1}, "must not be negative"),
         ("regex", {}, "cannot be made"),
+        ("regex", {"pattern": 3}, "parameter 'pattern' should be a valid string, not 3"),
+        ("regex", {"pattern": "x", "full": "false"}, "'full' should be a valid boolean, not 'false'"),
+        ("choice_letter", {"letters": ["A", "B"]}, "'letters' should be a valid string"),
+        ("python", {"function": 3}, "'function' should be a valid string"),
+        ("numeric", {"tolerance": "0.1"}, "'tolerance' should be a valid number"),
         ("exact_match", {"x": 1}, "takes no parameters"),
     ],
 )
@@ -352,6 +378,8 @@ def test_json_schema_accepts_and_refuses() -> None:
 def test_a_schema_that_is_none_is_refused_and_nothing_is_fetched() -> None:
     with pytest.raises(UserError, match="is no JSON Schema"):
         make_scorer("json_schema", {"schema": {"type": "intger"}})
+    with pytest.raises(ValueError, match="is no JSON Schema: 5"):
+        _score("json_schema", "5", "5")
     with pytest.raises(ValueError, match="outside itself"):
         _score("json_schema", "3", schema={"$ref": "http://127.0.0.1:9/schema.json"})
 

@@ -43,6 +43,8 @@ def test_every_shipped_suite_loads(name: str) -> None:
         ("{jsonl: items.jsonl}", "{jsonl: gone.jsonl}", "no items file"),
         ("{jsonl: items.jsonl}", "{split: test}", "one of spec (with split), jsonl, hub"),
         ("margin: 0.02", "margin: 2", "margin"),
+        ("margin: 0.02", "confidence: 0.9999999999999999", "at most 0.9999"),
+        ("[exact_match,", "[exact_mtch,", "no scorer 'exact_mtch'"),
     ],
 )
 def test_faults_are_named(suite: Suite, old: str, new: str, message: str) -> None:
@@ -118,6 +120,9 @@ def test_items_from_a_file_keep_their_order_and_tags(suite: Suite) -> None:
     assert items[0].cluster == "i0"
 
 
+ASKED = {"id": "a", "prompt": "q", "reference": "x"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -134,6 +139,20 @@ def test_items_from_a_file_keep_their_order_and_tags(suite: Suite) -> None:
             "must end before the answer",
         ),
         ([1], "not a JSON object"),
+        (ASKED | {"id": None}, "'id' is None, not a name"),
+        (ASKED | {"id": " "}, "'id' is ' ', not a name"),
+        (ASKED | {"id": [1]}, "not a name"),
+        (ASKED | {"cluster": None}, "'cluster' is None"),
+        (ASKED | {"tags": ["a"]}, "'tags' must be a mapping"),
+        (ASKED | {"tags": {"a": {"b": 1}}}, "'tags' must be a mapping"),
+        (ASKED | {"tools": "weather"}, "'tools' must be a list"),
+        (ASKED | {"tools": None}, "'tools' must be a list"),
+        (ASKED | {"check": ["words"]}, "'check' must be a mapping"),
+        (ASKED | {"check": {"words": float("nan")}}, "NaN and Infinity are not JSON"),
+        (ASKED | {"prompt": "q\ud800"}, "half of a surrogate pair .*ud800"),
+        (ASKED | {"id": "\udfff"}, "half of a surrogate pair"),
+        ({"id": "a", "messages": [{"role": "usr", "content": "q"}], "reference": "x"}, "did you mean 'user'"),
+        ({"id": "a", "messages": [{"role": "system", "content": "q"}], "reference": "x"}, "asks nothing"),
     ],
 )
 def test_faulty_items_are_named_by_number(tmp_path: Path, line: object, message: str) -> None:
@@ -143,6 +162,29 @@ def test_faulty_items_are_named_by_number(tmp_path: Path, line: object, message:
     with pytest.raises(UserError, match=message) as caught:
         read_items(path)
     assert "item number 2" in str(caught.value)
+
+
+def test_a_line_nested_too_deeply_is_a_fault_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"id": "a", "check": ' + "[" * 50_000 + "]" * 50_000 + "}\n")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_items(path)
+
+
+def test_many_faulty_lines_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"id": "a"}\n' * 60)
+    with pytest.raises(UserError) as caught:
+        read_items(path)
+    assert len(caught.value.faults) == 51
+    assert caught.value.faults[-1].what == "10 more records make no item"
+
+
+def test_numbers_as_tags_are_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(ASKED | {"tags": {"level": 1}, "cluster": 3}) + "\n")
+    item = read_items(path)[0]
+    assert (item.tags, item.cluster) == ({"level": "1"}, "3")
 
 
 def test_repeated_ids_and_empty_files_are_refused(suite: Suite) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from finetune.errors import did_you_mean
 from finetune.evaluation.scorers.json_object import parse_object
-from finetune.evaluation.scorers.language import guess_language
-from finetune.evaluation.scorers.text import holds_phrase, make_numeric, make_regex
+from finetune.evaluation.scorers.language import LANGUAGES, guess_language
+from finetune.evaluation.scorers.text import holds_phrase, make_numeric, make_regex, normalise
 
 Requirement = Callable[[str, Any], bool]
 # Words of a polite no. Kept short: a long list would also catch answers that help.
@@ -39,13 +39,17 @@ def meets(output: str, check: Mapping[str, Any]) -> float:
     unknown = sorted(set(check) - set(REQUIREMENTS))
     if unknown:
         raise ValueError(f"unknown requirement '{unknown[0]}'; {did_you_mean(unknown[0], REQUIREMENTS)}")
+    for name, wanted in check.items():
+        fits, form = _FORMS.get(name, (_anything, ""))
+        if not fits(wanted):
+            raise ValueError(f"the requirement '{name}: {wanted}' must be {form}")
     return float(all(_decide(name, output, wanted) for name, wanted in check.items()))
 
 
 def _decide(name: str, output: str, wanted: Any) -> bool:
     try:
         return REQUIREMENTS[name](output, wanted)
-    except (TypeError, KeyError, AttributeError, re.error) as error:
+    except (TypeError, KeyError, ValueError, re.error) as error:
         raise ValueError(f"the requirement '{name}: {wanted}' cannot be checked: {error}") from None
 
 
@@ -98,6 +102,40 @@ def _within(count: int, bounds: Any) -> bool:
     return bool(least <= count <= most)
 
 
+def _anything(wanted: Any) -> bool:
+    return True
+
+
+def _are_phrases(wanted: Any) -> bool:
+    """A text in place of a list would be read letter by letter, and a phrase of marks alone is held by nothing."""
+    return (
+        isinstance(wanted, list)
+        and bool(wanted)
+        and all(isinstance(phrase, str) and normalise(phrase) for phrase in wanted)
+    )
+
+
+def _are_bounds(wanted: Any) -> bool:
+    ends = wanted if isinstance(wanted, list) else [wanted, wanted]
+    return len(ends) == 2 and all(type(end) is int for end in ends) and 0 <= ends[0] <= ends[1]
+
+
+def _is_flag(wanted: Any) -> bool:
+    return isinstance(wanted, bool)
+
+
+def _is_text(wanted: Any) -> bool:
+    return isinstance(wanted, str) and bool(wanted)
+
+
+def _are_names(wanted: Any) -> bool:
+    return isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)
+
+
+def _is_language(wanted: Any) -> bool:
+    return isinstance(wanted, str) and wanted in LANGUAGES
+
+
 REQUIREMENTS: dict[str, Requirement] = {
     "contains_any": lambda output, wanted: any(holds_phrase(output, phrase) for phrase in wanted),
     "contains_all": lambda output, wanted: all(holds_phrase(output, phrase) for phrase in wanted),
@@ -119,4 +157,21 @@ REQUIREMENTS: dict[str, Requirement] = {
     "json_keys": _json_keys,
     "language": lambda output, wanted: guess_language(output) == wanted,
     "refuses": _refuses,
+}
+# What a requirement must be: one of another form would be met by every answer, or by none.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("contains_any", "contains_all", "excludes"),
+        (_are_phrases, "a list of texts, each with a word that is no article"),
+    ),
+    **dict.fromkeys(
+        ("words", "sentences", "lines", "paragraphs", "bullets", "characters"),
+        (_are_bounds, "a count, or [least, most]"),
+    ),
+    **dict.fromkeys(("upper_case", "lower_case", "json", "refuses"), (_is_flag, "true or false")),
+    **dict.fromkeys(
+        ("starts_with", "ends_with", "regex", "full_regex"), (_is_text, "text that is not empty")
+    ),
+    "json_keys": (_are_names, "a list of keys"),
+    "language": (_is_language, f"one of {', '.join(sorted(LANGUAGES))}"),
 }

@@ -17,7 +17,9 @@ def make_json_schema(*, schema: dict[str, Any] | None = None) -> Callable[[str, 
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    def validator(wanted: dict[str, Any]) -> Any:
+    def validator(wanted: Any) -> Any:
+        if not isinstance(wanted, (dict, bool)):
+            raise ValueError(f"the schema is no JSON Schema: {str(wanted)[:80]}")
         kind = validator_for(wanted)
         try:
             kind.check_schema(wanted)

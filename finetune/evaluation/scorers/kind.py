@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.digest import digest_file
 
@@ -39,6 +41,7 @@ class ScorerKind:
     asks_a_model: bool = False  # scored after the answers are saved, by a judge; a score may be missing
     format_of: Callable[..., WellFormed] | None = None
     parameters: tuple[str, ...] = ()
+    types: Mapping[str, Any] = field(default_factory=dict)  # of the parameters, where they are known
 
     @property
     def code_digest(self) -> str:
@@ -52,6 +55,19 @@ class ScorerKind:
         if "higher_is_better" not in self.parameters or "higher_is_better" not in parameters:
             return self
         return replace(self, higher_is_better=bool(parameters["higher_is_better"]))
+
+    def misfit(self, parameters: Mapping[str, Any]) -> str:
+        """Which parameter has a value of the wrong type, and what it should be; empty when none has.
+
+        Nothing is converted: 'no' is text, which Python would take for true.
+        """
+        for name, value in parameters.items():
+            try:
+                TypeAdapter(self.types.get(name, Any)).validate_python(value, strict=True)
+            except ValidationError as error:
+                wanted = error.errors()[0]["msg"].replace("Input should be ", "should be ")
+                return f"parameter '{name}' {wanted}, not {value!r:.80}"
+        return ""
 
     def score(self, parameters: Mapping[str, Any]) -> Score:
         """The function (output, reference, check) -> score. Raises what `make` raises for parameters that do not fit."""
@@ -74,7 +90,8 @@ def plain(function: Callable[[str, str], float], **traits: Any) -> ScorerKind:
 def made(make: Callable[..., Callable[..., float]], **traits: Any) -> ScorerKind:
     """A scorer with parameters, made by `make_<name>`."""
     names = tuple(inspect.signature(make).parameters)
-    return _kind(make.__name__.removeprefix("make_"), make, make, parameters=names, **traits)
+    types = get_type_hints(make)
+    return _kind(make.__name__.removeprefix("make_"), make, make, parameters=names, types=types, **traits)
 
 
 def _kind(name: str, make: Callable[..., Any], described: Callable[..., Any], **traits: Any) -> ScorerKind:

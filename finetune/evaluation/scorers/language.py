@@ -22,6 +22,8 @@ _SCRIPTS = {
     "HIRAGANA": "ja", "KATAKANA": "ja", "KATAKANA-HIRAGANA": "ja", "THAI": "th", "CJK": "zh",
 }  # fmt: skip
 
+LANGUAGES = frozenset([*_SMALL_WORDS, *_SCRIPTS.values()])  # what `guess_language` can tell
+
 
 def guess_language(text: str) -> str | None:
     """ISO 639-1 code, or None when nothing can be told.

@@ -98,6 +98,11 @@ def make_scorer(name: str, parameters: Mapping[str, Any], where: str = "") -> Sc
             where=where,
             fix=did_you_mean(unknown[0], kind.parameters) if kind.parameters else "it takes no parameters",
         )
+    misfit = kind.misfit(parameters)
+    if misfit:
+        raise UserError(
+            f"scorer '{name}': {misfit}", where=where, fix="write it as `finetune eval scorers` says"
+        )
     try:
         return kind.score(parameters)
     except (TypeError, ValueError, re.error) as error:
