@@ -145,23 +145,20 @@ def compare(
     from finetune.errors import UserError
     from finetune.evaluation.compare import compare_saved
     from finetune.evaluation.cost import Spent
-    from finetune.evaluation.saved_arms import find_arm
+    from finetune.evaluation.saved_arms import find_arm, find_suite
     from finetune.evaluation.screen import comparison_lines
-    from finetune.evaluation.suite import load_suite, suite_stem
     from finetune.recipe.schema import PricesSection
 
-    name = suite_stem(suite) if suite is not None else None
+    chosen = find_suite(suite, second, first) if suite is not None else None
+    name = chosen.name if chosen is not None else None
     arms = find_arm(first, name), find_arm(second, name)
-    summary = arms[1].summary()
-    if suite is None and summary is None:
-        raise UserError(f"{arms[1].path} does not say which suite it answers", fix="add --suite")
+    if chosen is None:
+        summary = arms[1].summary()
+        if summary is None:
+            raise UserError(f"{arms[1].path} does not say which suite it answers", fix="add --suite")
+        chosen = find_suite(summary.suite, second, first)
     prices = priced(PricesSection(), price_per_hour, input_price, output_price)
-    result = compare_saved(
-        load_suite(suite or summary.suite),  # type: ignore[union-attr]
-        *arms,
-        inner=inner,
-        spent=Spent(prices),
-    )
+    result = compare_saved(chosen, *arms, inner=inner, spent=Spent(prices))
     emit(result, "\n".join(comparison_lines(result)), as_json=as_json)
     return int(result["exit_code"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ from ruamel.yaml import YAML
 from finetune.errors import UserError, did_you_mean
 from finetune.evaluation.claims import Correction
 from finetune.evaluation.records import ArmSummary, Record, read_summary, records_path, summary_path
-from finetune.evaluation.suite import Suite, load_suite, suite_stem
-from finetune.paths import read_jsonl, runs_root
+from finetune.evaluation.suite import Suite, load_suite
+from finetune.paths import read_json, read_jsonl, runs_root
 
 BASE = "base"
 TUNED = "tuned"
@@ -100,15 +101,20 @@ class RunAnswers:
 
     def suite(self, name: str) -> Suite:
         """A suite by path or name: one of the recipe's, whatever its file is called, or any other."""
-        own = {suite.name: suite for suite in self.recipe_suites()} if "/" not in name else {}
-        return own[name] if name in own else load_suite(name)
+        own: dict[str, Suite] = {}
+        with contextlib.suppress(UserError):  # one that is gone matters only to who asks for it
+            own = {suite.name: suite for suite in self.recipe_suites()}
+        return own[name] if name in own else load_suite(name, relative_to=self._suites_beside)
 
     def recipe_suites(self, names: Sequence[str] | None = None) -> list[Suite]:
         """The suites of the recipe, answered or not; or those given by name or path."""
         if names:
             return [self.suite(name) for name in names]
-        beside = Path(self.folders.get("eval.suites", self.folder))
-        return [load_suite(name, relative_to=beside) for name in self.recipe["eval"]["suites"]]
+        return [load_suite(name, relative_to=self._suites_beside) for name in self.recipe["eval"]["suites"]]
+
+    @property
+    def _suites_beside(self) -> Path:
+        return Path(self.folders.get("eval.suites", self.folder))
 
     def tuned(self, suite: str) -> SavedArm:
         return SavedArm(self.folder / "eval" / suite / self.backend, TUNED)
@@ -159,6 +165,13 @@ def _past_run(name: str) -> Path | None:
             fix="give the whole name of one",
         )
     return found[0] if found else None
+
+
+def find_suite(name: str, *places: str) -> Suite:
+    """A suite by path or name, as the first run folder among `places` knows it."""
+    runs = [Path(place).expanduser() for place in places]
+    run = next((path for path in runs if (path / "recipe.resolved.yaml").is_file()), None)
+    return RunAnswers.open(run).suite(name) if run is not None else load_suite(name)
 
 
 def find_arm(name: str, suite: str | None) -> SavedArm:

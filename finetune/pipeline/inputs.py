@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from finetune.recipe.resolve import read_recipe, recipe_digest
 from finetune.recipe.schema import Recipe
 
 Found = TypeVar("Found")
+_WITH_PATHS = ("data.spec", "eval.suites", "model.id", "adapter.start")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class RunInputs:
     source: ModelSource
     config: dict[str, Any]
     start: AdapterStart | None = None  # the adapter that training goes on from
+    folders: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key -> absolute folder that its relative paths start from
 
     def before_key(self, dtype: str) -> str:
         """Digest of the model before training, as it answers in `dtype`: the base, and the adapter training starts from."""
@@ -45,14 +49,20 @@ class RunInputs:
 
 
 def gather_inputs(
-    path: str, overrides: Sequence[str] = (), *, say: Callable[[str], None] | None = None
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    say: Callable[[str], None] | None = None,
+    folders: Mapping[str, str] | None = None,
 ) -> RunInputs:
     """Read the recipe, then find its dataset spec, its suites and its base model.
 
-    Raises UserError with every fault of the recipe file; once it is sound, with every missing thing it names.
+    folders: for the resolved recipe of a run, where the relative paths of the recipe that was run start. Raises UserError with every fault of the recipe file; once it is sound, with every missing thing it names.
     """
     loaded = read_recipe(path, overrides)
-    recipe, suites_beside = loaded.value, loaded.folder("eval.suites")
+    recipe = loaded.value
+    found_in = {key: (folders or {}).get(key, str(loaded.folder(key).absolute())) for key in _WITH_PATHS}
+    beside = {key: Path(folder) for key, folder in found_in.items()}
     faults: list[Fault] = []
 
     def attempt(find: Callable[[], Found]) -> Found | None:
@@ -66,21 +76,21 @@ def gather_inputs(
         lambda: find_declarative(
             "data",
             recipe.data.spec,
-            relative_to=loaded.folder("data.spec"),
+            relative_to=beside["data.spec"],
             where=loaded.where("data.spec"),
         )
     )
     suites = [
         attempt(
             lambda name=name: load_suite(  # type: ignore[misc]
-                name, relative_to=suites_beside, where=loaded.where("eval.suites")
+                name, relative_to=beside["eval.suites"], where=loaded.where("eval.suites")
             )
         )
         for name in recipe.eval.suites
     ]
     source = attempt(
         lambda: resolve_model(
-            model_folder(recipe.model.id, loaded.folder("model.id"), loaded.where("model.id")),
+            model_folder(recipe.model.id, beside["model.id"], loaded.where("model.id")),
             recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
             announce=say,
@@ -88,7 +98,7 @@ def gather_inputs(
         )
     )
     start = attempt(
-        lambda: find_start(recipe.adapter, loaded.folder("adapter.start"), loaded.where("adapter.start"))
+        lambda: find_start(recipe.adapter, beside["adapter.start"], loaded.where("adapter.start"))
     )
     for suite in suites:
         if suite is not None:
@@ -105,6 +115,7 @@ def gather_inputs(
         source=source,
         config=read_config(source),
         start=start,
+        folders=found_in,
     )
 
 

@@ -40,6 +40,9 @@ class RunManifest:
     created: str
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(
+        default_factory=dict
+    )  # key of the recipe -> where its relative paths start
 
     @classmethod
     def open(cls, folder: Path, *, recipe_digest: str, recipe_name: str) -> RunManifest:
@@ -66,6 +69,7 @@ class RunManifest:
             found["created"],
             found.get("stages", {}),
             found.get("inputs", {}),
+            found.get("folders", {}),
         )
 
     def save(self) -> None:
@@ -77,6 +81,7 @@ class RunManifest:
                 "recipe_digest": self.recipe_digest,
                 "created": self.created,
                 "inputs": self.inputs,
+                "folders": self.folders,
                 "stages": self.stages,
             },
         )

@@ -55,7 +55,7 @@ class FinishedRun:
         """serve: lets a server answer instead of models loaded here. Raises UserError when `folder` is no run folder, or
         its training is not complete."""
         answers = RunAnswers.open(folder, backend=SERVED_FOLDER if serve else "")
-        inputs = gather_inputs(str(folder / "recipe.resolved.yaml"))
+        inputs = gather_inputs(str(folder / "recipe.resolved.yaml"), folders=answers.folders)
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")

@@ -91,6 +91,7 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
         **({"start": inputs.start.digest} if inputs.start is not None else {}),
         **{f"suite {suite.name}": suite.digest for suite in inputs.suites},
     }
+    manifest.folders = dict(inputs.folders)
     manifest.save()
 
 

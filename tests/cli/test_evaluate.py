@@ -380,6 +380,26 @@ def test_the_gate_holds_every_suite_of_a_run(with_texts: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_suite_is_found_by_its_name_whatever_its_file_is_called_and_wherever_one_stands(
+    make_run: Any, suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("run", {"task": (NONE, MOST)}, [suite])
+    suite.path.rename(suite.path.with_name("another_name.yaml"))
+    recipe = run / "recipe.resolved.yaml"
+    recipe.write_text(recipe.read_text().replace(str(suite.path), "another_name.yaml"))
+    (run / "manifest.json").write_text(json.dumps({"folders": {"eval.suites": str(suite.path.parent)}}))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert call("gate", run).exit_code == ExitCode.DONE
+    assert call("gate", run, "--suite", "task").exit_code == ExitCode.DONE
+    base = run / "baseline" / "task" / "zero_shot.jsonl"
+    for arguments in ([], ["--suite", "task"], ["--suite", "another_name.yaml"]):
+        assert call("compare", base, run, *arguments).exit_code == ExitCode.DONE
+    with pytest.raises(UserError, match="no such file or shipped eval entry"):
+        call("gate", run, "--suite", "tusk")
+
+
 def test_prices_on_the_command_line_price_a_query(make_run: Any, suite: Suite) -> None:
     run = make_run("run", {"task": (NONE, ALL)}, [suite])
     base = run / "baseline" / "task" / "zero_shot.jsonl"
