@@ -185,6 +185,7 @@ def _compare_metric(
         | {
             "limits": result.limits(),
             "higher_is_better": kind.higher_is_better,
+            "open_ended": kind.open_ended,
             "off_format": compare_formats(left, right, metric),
             "exit_code": int(result.exit_code),
         }
@@ -223,8 +224,8 @@ def _missing(left: Sequence[Record], right: Sequence[Record], metric: str) -> di
 
 def _turned(found: dict[str, Any]) -> dict[str, Any]:
     """A comparison of negated scores, told in the scores' own direction; the verdict stays."""
-    turned = {name: -found[name] for name in ("difference", "mean_a", "mean_b")}
-    return found | turned | {"low": -found["high"], "high": -found["low"]}
+    turned = {name: 0.0 - found[name] for name in ("difference", "mean_a", "mean_b")}  # never -0.0
+    return found | turned | {"low": 0.0 - found["high"], "high": 0.0 - found["low"]}
 
 
 def _refuse_other_tokens(metric: str, left: Sequence[Record], right: Sequence[Record]) -> None:

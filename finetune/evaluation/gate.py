@@ -134,24 +134,29 @@ def describe_difference(one: Mapping[str, Any]) -> str:
 
 
 def is_share(one: Mapping[str, Any]) -> bool:
-    """Whether both means lie in [0, 1], so that a difference reads best in percentage points."""
-    return all(0.0 <= one[side] <= 1.0 for side in ("mean_a", "mean_b"))
+    """Whether a difference reads best in percentage points: both means lie in [0, 1], and the metric has no unit of its own."""
+    return not one.get("open_ended", False) and all(0.0 <= one[side] <= 1.0 for side in ("mean_a", "mean_b"))
 
 
 def _message(one: Mapping[str, Any], outcome: str, wanted: Requirement) -> str:
     head = f"{one['metric']}: {describe_difference(one)}"
     if outcome == "pass":
-        why = "improved" if wanted == "improvement" else f"a loss beyond {one['margin']:g} is excluded"
+        why = "improved" if wanted == "improvement" else f"a loss beyond {_margin(one)} is excluded"
     elif outcome == "regressed":
         why = "worse than the baseline"
     elif outcome == "no-evidence":
         why = "no gain is shown"
     else:
-        why = f"neither a gain nor a loss beyond {one['margin']:g} can be excluded"
+        why = f"neither a gain nor a loss beyond {_margin(one)} can be excluded"
     if wanted == "improvement" and one["p_value"] is not None:
         why += f" ({_p_values(one)})"
     more = [one.get("limits"), *one.get("notes", [])] if outcome in ("inconclusive", "no-evidence") else []
     return ". ".join([f"{head}; {why}", *(text for text in more if text)])
+
+
+def _margin(one: Mapping[str, Any]) -> str:
+    """The margin as the difference is told: '2 points' for shares."""
+    return f"{one['margin'] * 100:g} points" if one["n"] and is_share(one) else f"{one['margin']:g}"
 
 
 def _p_values(one: Mapping[str, Any]) -> str:

@@ -90,6 +90,7 @@ def _compare_slice(suite: Suite, before: Sequence[Record], after: Sequence[Recor
         "p_value": result.p_value,
         "fixed": result.fixed,
         "broken": result.broken,
+        "open_ended": suite.scorer_of(metric).open_ended,
     }
 
 

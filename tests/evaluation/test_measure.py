@@ -12,6 +12,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.compare import compare_folders, compare_records
+from finetune.evaluation.gate import describe_difference
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import read_records
 from finetune.evaluation.run import evaluate_arm
@@ -23,6 +24,7 @@ from finetune.evaluation.scorers.measured import (
     kl_per_token,
     nll_per_token,
 )
+from finetune.evaluation.screen import describe_means
 from finetune.evaluation.suite import Suite, load_suite
 
 TEXTS = ["short", "a somewhat longer text of many words", "ünïcödé", "x" * 90, "and one more"]
@@ -179,6 +181,7 @@ def test_forgetting_is_seen_as_kl_and_as_loss(lively_model: Any, tiny_tokenizer:
     kl = result["comparisons"][0]
     assert kl["higher_is_better"] is False
     assert kl["difference"] == pytest.approx(tuned.metrics["kl_per_token"]["mean"])
+    assert " points" not in describe_difference(kl) and describe_means(kl).startswith("0 → ")  # nats, no share
     assert kl["low"] <= kl["difference"] <= kl["high"]
     assert result["verdict"] == "regressed"
 

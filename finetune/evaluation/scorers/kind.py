@@ -38,6 +38,7 @@ class ScorerKind:
     higher_is_better: bool = True
     takes: Takes = "reference"
     per_token: bool = False  # only arms with one tokenizer can be compared by it
+    open_ended: bool = False  # in nats or bits, never a share, even where the numbers are small
     asks_a_model: bool = False  # scored after the answers are saved, by a judge; a score may be missing
     format_of: Callable[..., WellFormed] | None = None
     parameters: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ PLUGINS = "finetune.scorers"  # entry points of other packages: name = package.m
 
 
 def _texts(function: Callable[[str, str], float], *, per_token: bool) -> ScorerKind:
-    return plain(function, task="text", higher_is_better=False, per_token=per_token)
+    return plain(function, task="text", higher_is_better=False, per_token=per_token, open_ended=True)
 
 
 def _object(function: Callable[[str, str], float]) -> ScorerKind:
