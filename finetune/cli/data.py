@@ -1,7 +1,8 @@
-"""`finetune data inspect | build | show | check | consistency | lengths | review | card`: files, builds, tokens, proofs, forms."""
+"""`finetune data inspect | generate | build | show | check | consistency | lengths | review | card`: files, builds, tokens, proofs, forms."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -9,6 +10,7 @@ import typer
 
 from finetune.cli.data_card import card
 from finetune.cli.data_consistency import consistency
+from finetune.cli.data_generate import generate
 from finetune.cli.data_inspect import inspect
 from finetune.cli.data_lengths import lengths
 from finetune.cli.data_review import review
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from finetune.data.build import DatasetBuild
     from finetune.data.rows import Row, Side
+    from finetune.data.stages.runner import Runner
     from finetune.data.tokenise import TokenisedRow, TrainOn
 
 app = typer.Typer(
@@ -32,6 +35,7 @@ app = typer.Typer(
 )
 
 app.command()(inspect)
+app.command()(generate)
 
 _SPEC_HELP = "A dataset spec: a file, or a shipped name such as home_intents."
 _BUILD_HELP = "The folder of a dataset build; a spec or a shipped name is built first."
@@ -50,6 +54,14 @@ def build(
             "--recipe", help="Build the dataset of this recipe, without train rows that its suites ask."
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="ADDRESS",
+            help="Read on a Ray cluster: its address, `auto`, or `local` (extra [cluster]).",
+        ),
+    ] = None,
     builds: BuildsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -60,10 +72,10 @@ def build(
         raise UserError("give either a spec or --recipe", fix="finetune data build home_intents")
     note = ""
     if recipe is not None:
-        made, note = _build_of_recipe(recipe, builds)
+        made, note = _build_of_recipe(recipe, builds, cluster)
     else:
         assert spec is not None
-        made = _build(spec, builds)
+        made = _build(spec, builds, cluster)
     described = _describe(made) + (f"\n  {note}" if note else "")
     emit({"folder": str(made.folder), **made.manifest}, described, as_json=as_json)
 
@@ -134,23 +146,37 @@ for _command in (consistency, lengths, review, card):
     app.command()(_command)
 
 
-def _build(spec: str, builds: Path | None) -> DatasetBuild:
+def _build(spec: str, builds: Path | None, cluster: str | None = None) -> DatasetBuild:
     from finetune.data.build import build_dataset, default_builds_root
     from finetune.paths import find_declarative
 
-    with progress_bar("building") as on_progress:
+    with _runner(cluster) as runner, progress_bar("building") as on_progress:
         return build_dataset(
-            find_declarative("data", spec), builds or default_builds_root(), on_progress=on_progress
+            find_declarative("data", spec),
+            builds or default_builds_root(),
+            on_progress=on_progress,
+            runner=runner,
         )
 
 
-def _build_of_recipe(recipe: str, builds: Path | None) -> tuple[DatasetBuild, str]:
+def _build_of_recipe(recipe: str, builds: Path | None, cluster: str | None) -> tuple[DatasetBuild, str]:
     from finetune.data.build import default_builds_root
     from finetune.pipeline.decontaminate import build_of_recipe, contaminated_line
 
-    with progress_bar("building") as on_progress:
-        made, report = build_of_recipe(recipe, builds or default_builds_root(), on_progress)
+    with _runner(cluster) as runner, progress_bar("building") as on_progress:
+        made, report = build_of_recipe(
+            recipe, builds or default_builds_root(), on_progress=on_progress, runner=runner
+        )
     return made, contaminated_line(report)
+
+
+def _runner(cluster: str | None) -> AbstractContextManager[Runner | None]:
+    """Where the input is read: a Ray cluster, or None for this machine."""
+    if cluster is None:
+        return nullcontext()
+    from finetune.data.stages.ray_runner import RayRunner
+
+    return RayRunner(cluster)
 
 
 def _open_or_build(source: str, builds: Path | None) -> DatasetBuild:

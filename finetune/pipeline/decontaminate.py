@@ -10,6 +10,7 @@ from finetune.data.build import DatasetBuild, build_dataset
 from finetune.data.decontaminate import decontaminate
 from finetune.data.questions import Questions, messages_question
 from finetune.data.rows import Progress
+from finetune.data.stages.runner import Runner
 from finetune.evaluation.items import Item
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
@@ -18,7 +19,11 @@ from finetune.recipe.resolve import read_recipe
 
 
 def build_of_recipe(
-    path: str, builds_root: Path, on_progress: Progress = lambda share: None
+    path: str,
+    builds_root: Path,
+    *,
+    on_progress: Progress = lambda share: None,
+    runner: Runner | None = None,
 ) -> tuple[DatasetBuild, dict[str, Any]]:
     """The dataset build of a recipe and the report of its decontamination (`finetune.data.decontaminate`).
 
@@ -32,7 +37,9 @@ def build_of_recipe(
         relative_to=loaded.folder("data.spec"),
         where=loaded.where("data.spec"),
     )
-    build = build_dataset(spec_path, builds_root, on_progress=lambda share: on_progress(0.9 * share))
+    build = build_dataset(
+        spec_path, builds_root, on_progress=lambda share: on_progress(0.9 * share), runner=runner
+    )
     beside, where = loaded.folder("eval.suites"), loaded.where("eval.suites")
     suites = [load_suite(name, relative_to=beside, where=where) for name in recipe.eval.suites]
     foreign = [
