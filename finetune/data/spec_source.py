@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from finetune.data.spec_generated import AnsweringModel, AnswerVerifier, KeepSection, SamplingSection
 from finetune.recipe.section import Count, Section, Share
 
 Words = Annotated[list[str], Field(min_length=1)]
@@ -121,4 +122,33 @@ class HubSource(RowsSource):
     split: str = Field("train", description="Split of the dataset that is read.")
 
 
-Source = Annotated[HomeIntentsSource | FilesSource | HubSource, Field(discriminator="kind")]
+class GeneratedSource(RowsSource):
+    """Rows that `finetune data generate` makes: a model's answers to the prompts of a dataset, sorted by a verifier."""
+
+    kind: Literal["generated"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="Folder under runs/generated that holds the answers and the rows made of them."
+    )
+    prompts: str = Field(description="Dataset spec whose train rows are the prompts; no other side is asked.")
+    max_prompts: Count | None = Field(None, description="Use only the first prompts of the seeded order.")
+    model: AnsweringModel
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    verifier: AnswerVerifier
+    write: Literal["pairs", "chat"] = Field(
+        "pairs", description="`pairs`: passed is chosen, failed is rejected. `chat`: rows of what passed."
+    )
+    keep: KeepSection = Field(default_factory=KeepSection)
+    report_by: list[str] = Field(
+        default_factory=list, description="Tags by whose values the pass rate is reported."
+    )
+    group_by: str | None = Field(
+        "group", description="Key whose rows stay on one side: the prompt's own group."
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the generated rows; how they are read afterwards does not."""
+        decisive = {"prompts", "max_prompts", "model", "sampling", "verifier", "write", "keep"}
+        return self.model_dump(mode="json", include=decisive)
+
+
+Source = Annotated[HomeIntentsSource | FilesSource | HubSource | GeneratedSource, Field(discriminator="kind")]

@@ -15,8 +15,10 @@ from finetune.evaluation.raw_prompts import Prompt, encode_raw, raw_text
 from finetune.evaluation.suite import FewShotSection, Suite
 
 __all__ = ["ARMS", "Arm", "Prompt", "arm_messages", "build_prompts", "few_shot_examples", "system_of"]
-Arm = Literal["zero_shot", "few_shot", "tuned"]
-ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "tuned")
+# `start`: the model that training starts from, asked as the tuned one is: what a later stage of a chain is compared with.
+Arm = Literal["zero_shot", "few_shot", "start", "tuned"]
+ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "start", "tuned")
+_AS_TRAINED: tuple[Arm, ...] = ("start", "tuned")
 _FAULTS_SHOWN = 5
 
 
@@ -69,10 +71,10 @@ def _text_prompt(item: Item, tokenizer: Any) -> Prompt:
 def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ()) -> list[Message]:
     """The conversation that an arm is given for an item, without the answer.
 
-    The tuned arm gets the item as it is. The untuned arms get the suite's system message in place of the item's own,
+    The tuned arm, and the one it starts from, get the item as it is. The untuned arms get the suite's system message in place of the item's own,
     and the few-shot arm the examples as earlier turns.
     """
-    if arm == "tuned":
+    if arm in _AS_TRAINED:
         return list(item.messages)
     system = system_of(suite, arm)
     own = [message for message in item.messages if message["role"] != "system"]
@@ -88,10 +90,10 @@ def arm_messages(suite: Suite, item: Item, arm: Arm, shown: Sequence[Item] = ())
 
 
 def system_of(suite: Suite, arm: Arm) -> str | None:
-    """What the suite tells an untuned arm; nothing to the tuned one, which was trained on the items as they are."""
+    """What the suite tells an untuned arm; nothing to one that was trained on the items as they are."""
     if arm == "few_shot" and suite.few_shot is not None and suite.few_shot.system is not None:
         return suite.few_shot.system
-    return None if arm == "tuned" else suite.zero_shot.system
+    return None if arm in _AS_TRAINED else suite.zero_shot.system
 
 
 def few_shot_examples(

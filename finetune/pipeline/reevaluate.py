@@ -17,7 +17,7 @@ from finetune.evaluation.compare import compare_saved
 from finetune.evaluation.cost import Spent
 from finetune.evaluation.noise import flip_rate, with_other_seed
 from finetune.evaluation.power import plan_suite
-from finetune.evaluation.prompts import Arm
+from finetune.evaluation.prompts import ARMS, Arm
 from finetune.evaluation.records import repeat_of
 from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
@@ -199,7 +199,7 @@ def measure_noise(run: FinishedRun, suites: Sequence[Suite]) -> list[dict[str, A
 
 
 def _arm(name: str) -> Arm:
-    for arm in ("zero_shot", "few_shot", "tuned"):
+    for arm in ARMS:
         if name == arm:
             return arm
-    raise UserError(f"'{name}' is no arm that can be generated", fix="zero_shot, few_shot or tuned")
+    raise UserError(f"'{name}' is no arm that can be generated", fix=f"one of: {', '.join(ARMS)}")

@@ -146,4 +146,6 @@ def _basis(comparison: dict[str, Any]) -> str:
         own = comparison["verdict"]
         deciding = [one["suite"] for one in comparison["suites"] if one["verdict"] == own]
         return f" (decided by {', '.join(deciding)}; {one['suite']} by itself: {one['verdict']})"
+    if comparison["against"] == "start":
+        return f" (tuned against what it started from; {one['test']})"
     return f" (tuned against the untuned model, {against}; {one['test']})"

@@ -6,6 +6,8 @@ its manifest names what it started from by digest.
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from finetune.errors import Fault, UserError
 from finetune.model.adapter_files import adapter_digest, read_adapter_config
 from finetune.model.source import ADAPTER_CONFIG
-from finetune.paths import runs_root
+from finetune.paths import read_json, runs_root
 from finetune.pipeline.manifest import FILE_NAME
 from finetune.recipe.adapter_section import AdapterSection
 
@@ -28,12 +30,28 @@ class AdapterStart:
 
 
 def find_folder(name: str, relative_to: Path) -> Path | None:
-    """A folder by path: beside the recipe, from the working folder, or `runs/<id>` wherever runs are kept."""
+    """A folder by path: beside the recipe, from the working folder, or `runs/<id>` wherever runs are kept.
+
+    `runs/<recipe name>`, without the digest, is that recipe's newest run whose training is complete.
+    """
     given = Path(name).expanduser()
     candidates = [relative_to / given, given]
     if given.parts[:1] == ("runs",):
         candidates.append(runs_root().joinpath(*given.parts[1:]))
-    return next((folder.absolute() for folder in candidates if folder.is_dir()), None)
+    found = next((folder.absolute() for folder in candidates if folder.is_dir()), None)
+    if found is None and given.parts[:1] == ("runs",) and len(given.parts) == 2:
+        finished = sorted(_finished_runs(given.parts[1]))
+        found = finished[-1][1].absolute() if finished else None
+    return found
+
+
+def _finished_runs(recipe_name: str) -> Iterator[tuple[str, Path]]:
+    """When each run of a recipe finished its training, and its folder."""
+    for path in runs_root().glob(f"{glob.escape(recipe_name)}-*/{FILE_NAME}"):
+        manifest = read_json(path)
+        completed = manifest.get("stages", {}).get("train", {}).get("completed")
+        if manifest.get("recipe_name") == recipe_name and completed:
+            yield completed, path.parent
 
 
 def model_folder(name: str, relative_to: Path, where: str) -> str:
@@ -67,7 +85,7 @@ def find_start(section: AdapterSection, relative_to: Path, where: str) -> Adapte
             f"'{section.start}' is no adapter and no run that has trained one",
             where=where,
             why="there is no such folder" if folder is None else f"{folder} holds no {ADAPTER_CONFIG}",
-            fix="name a finished run (runs/<id>) or a folder that PEFT saved; `ls runs` lists the runs",
+            fix="name a finished run (runs/<id> or runs/<recipe name>) or a folder that PEFT saved; `ls runs` lists the runs",
         )
     faults = _differences(section, read_adapter_config(folder), where)
     if faults:

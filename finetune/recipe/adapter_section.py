@@ -51,8 +51,8 @@ class AdapterSection(Section):
     )
     start: str | None = Field(
         None,
-        description="Adapter to train on from: a run (`runs/<id>`) or a folder that PEFT saved; none: a fresh one. Kind, rank, alpha "
-        "and rslora have to be those it has.",
+        description="Adapter to train on from: a run (`runs/<id>`, or `runs/<recipe name>` for its newest finished one) or a folder "
+        "that PEFT saved; none: a fresh one. Kind, rank, alpha and rslora have to be those it has.",
     )
     dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     rank_pattern: dict[str, Count] = Field(

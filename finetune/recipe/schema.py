@@ -34,7 +34,7 @@ class DataSection(Section):
     max_validation_rows: Count | None = Field(None, description="Validation rows used for the loss curve.")
 
 
-BaselineArm = Literal["zero_shot", "few_shot"]
+BaselineArm = Literal["zero_shot", "few_shot", "start"]
 
 
 def _both_baselines() -> list[BaselineArm]:
@@ -96,7 +96,8 @@ class EvalSection(Section):
     )
     baselines: Annotated[list[BaselineArm], Field(min_length=1)] = Field(
         default_factory=_both_baselines,
-        description="Arms of the untuned model, run and stored before training.",
+        description="Arms of the model before this training, run and stored first. `start`: asked exactly as the tuned one, for a "
+        "run that goes on from another one.",
     )
     against: BaselineArm = Field("few_shot", description="The baseline that the verdict is taken against.")
     batch_size: Count = Field(32, description="Sequences decoded together; changes speed, not results.")

@@ -169,11 +169,13 @@ def sentence_case(text: str) -> str:
 _ARMS = {
     "zero_shot": "base, zero-shot",
     "few_shot": "base, few-shot",
+    "start": "start",
     "tuned": "tuned",
 }
 _ARMS_IN_PROSE = {
     "zero_shot": "the zero-shot base model",
     "few_shot": "the few-shot base model",
+    "start": "the model it started from",
     "tuned": "the tuned model",
 }
 

@@ -19,7 +19,7 @@ from finetune.paths import read_json
 from finetune.telemetry.events import read_events
 
 Record = dict[str, Any]
-_ARM_ORDER = {"zero_shot": 0, "few_shot": 1, "tuned": 3}
+_ARM_ORDER = {"zero_shot": 0, "few_shot": 1, "start": 2, "tuned": 3}
 
 
 def as_dict(value: object) -> Record:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from finetune.data.generated.store import complete_rows
 from finetune.data.read.sniff import Nature, format_of_name, is_data_name, sniff
-from finetune.data.spec_source import FilesSource, Format, HubSource, RowsSource
+from finetune.data.spec_source import FilesSource, Format, GeneratedSource, HubSource, RowsSource
 from finetune.errors import Fault, UserError, nearest
 from finetune.paths import read_json
 
@@ -40,14 +41,18 @@ def source_files(
 ) -> list[SourceFile]:
     """The files of a source, each once: entries in the order of the spec, what an entry expands to in order of name.
 
-    Files of a hub dataset are fetched first, unless they are in the cache. `where` gives the place of a dotted key in
-    the spec (`Loaded.where`). Raises UserError with all that are missing, and for files that cannot be read as rows.
+    Files of a hub dataset are fetched first, unless they are in the cache; generated rows have to be made already.
+    `where` gives the place of a dotted key in the spec (`Loaded.where`). Raises UserError with all that are missing, and
+    for files that cannot be read as rows.
     """
     if isinstance(source, HubSource):
         from finetune.data.read.hub import hub_paths  # brings a client of the hub: only when asked for
 
         named = hub_paths(source, spec_folder, where("source.id"))
         return [_described(name, path, source) for name, path in named]
+    if isinstance(source, GeneratedSource):
+        made = complete_rows(source.name, source.settings(), where("source.name"))
+        return [_described(f"generated/{source.name}", made, source)]
     assert isinstance(source, FilesSource)
     found: dict[Path, str] = {}
     faults: list[Fault] = []
