@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 
 from finetune.cli import review
 from finetune.errors import UserError
-from finetune.paths import write_jsonl
+from finetune.evaluation.records import write_arm
+from finetune.evaluation.scoring import summarise_arm
+from finetune.evaluation.suite import load_suite
 from finetune.report.review.sample import ReviewItem
 from finetune.report.review.verdicts import VerdictFile
 
@@ -39,13 +41,19 @@ def run(tmp_path: Path) -> Path:
     (run / "recipe.resolved.yaml").write_text(
         f"eval: {{suites: [{tmp_path / 'task.yaml'}], baselines: [zero_shot], against: zero_shot}}\n"
     )
+    suite = load_suite(tmp_path / "task.yaml")
     for folder, arm, score in (("baseline", "zero_shot", 0.0), ("eval", "tuned", 1.0)):
         records = [
-            {"item": f"i{n}", "arm": arm, "cluster": "c", "prompt": "p", "reference": "r", "output": arm,
+            {"item": f"i{n}", "arm": arm, "cluster": "c", "source": "s", "tags": {}, "prompt": "p", "reference": "r",
+             "output": arm, "prompt_tokens": 1, "output_tokens": 1, "finish_reason": "stop", "latency_seconds": 0.1,
              "scores": {"text_match": score}}
             for n in range(50)
         ]  # fmt: skip
-        write_jsonl(run / folder / "task" / f"{arm}.jsonl", records)
+        summary = summarise_arm(
+            suite, records, arm=arm, seconds=1.0, key="k", items_digest="i", adapter_sha256=None, batch_size=1,
+            template_sha256="t",
+        )  # fmt: skip
+        write_arm(run / folder / "task", summary, records)
     return run
 
 
