@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import write_section
 
 from finetune.stats.binary import mcnemar_mid_p, tango_interval
 from finetune.stats.bootstrap import RESAMPLES, bootstrap_p_value, bootstrap_statistics, critical_value
@@ -505,6 +504,8 @@ def main() -> None:
     if arguments.only:
         print("\n".join(lines))
     else:
+        from results import write_section  # beside this file; the tests load this file from elsewhere
+
         write_section("Statistics: error rates by simulation", ["```", table(results), "```", "", *lines])
     if arguments.json:
         payload = {

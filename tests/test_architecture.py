@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
 # Between modules of one layer nothing is imported, with these exceptions (importer, imported module).
 BESIDE: set[tuple[str, str]] = {
     ("plan", "finetune.recipe.schema"),
+    ("plan", "finetune.recipe.adapter_section"),  # a part of the schema
     ("merge", "finetune.model"),
     ("distil", "finetune.training"),
 }

@@ -72,22 +72,13 @@ def gather_inputs(
             faults.extend(error.faults)
             return None
 
-    spec_path = attempt(
-        lambda: find_declarative(
-            "data",
-            recipe.data.spec,
-            relative_to=beside["data.spec"],
-            where=loaded.where("data.spec"),
-        )
-    )
-    suites = [
-        attempt(
-            lambda name=name: load_suite(  # type: ignore[misc]
-                name, relative_to=beside["eval.suites"], where=loaded.where("eval.suites")
-            )
-        )
-        for name in recipe.eval.suites
-    ]
+    folder, where = beside["data.spec"], loaded.where("data.spec")
+    spec_path = attempt(lambda: find_declarative("data", recipe.data.spec, relative_to=folder, where=where))
+
+    def suite_named(name: str) -> Callable[[], Suite]:
+        return lambda: load_suite(name, relative_to=beside["eval.suites"], where=loaded.where("eval.suites"))
+
+    suites = [attempt(suite_named(name)) for name in recipe.eval.suites]
     source = attempt(
         lambda: resolve_model(
             model_folder(recipe.model.id, beside["model.id"], loaded.where("model.id")),

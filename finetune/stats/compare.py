@@ -138,15 +138,10 @@ def compare(
     confidence, seed = checked_confidence(confidence), checked_seed(seed)
     first, second, shift = _paired_scores(a, b)
     n = len(first)
-    margin = checked_margin(margin)
     labels = checked_clusters(clusters, n)
     binary = is_binary(first) and is_binary(second)
     bounded = is_bounded(first) and is_bounded(second)
-    if bounded and margin is not None and margin > 1.0:
-        raise UserError(
-            f"margin {margin:g} allows any loss: all scores lie between 0 and 1",
-            fix=f"for {margin:g} points write {margin / 100:g}",
-        )
+    margin = checked_margin(margin, bounded=bounded)
     if binary:
         estimate = estimate_binary(first, second, labels, confidence=confidence)
     else:

@@ -136,13 +136,7 @@ def estimate_continuous(
     notes = () if groups is None else _cluster_notes(groups)
     if robust.units < 2:
         if not bounded:
-            raise UserError(
-                f"one {unit} gives no margin of error",
-                why="its scores are not confined to [0, 1], so nothing limits the true difference",
-                fix="compare more items"
-                if clusters is None
-                else "leave the clusters out or use a finer cluster key",
-            )
+            raise _one_is_too_few(unit)
         return _one_unit(float(robust.mean), "none", f"one {unit} gives no margin of error", notes)
     skew = float(skewness(totals))
     two_sided, one_sided, p_value, test, interval, reason = _student(totals, robust, confidence, unit)
@@ -181,6 +175,14 @@ def estimate_continuous(
         critical=two_sided,
         effective_items=None,
         discordance=None,
+    )
+
+
+def _one_is_too_few(unit: str) -> UserError:
+    return UserError(
+        f"one {unit} gives no margin of error",
+        why="its scores are not confined to [0, 1], so nothing limits the true difference",
+        fix="compare more items" if unit == "item" else "leave the clusters out or use a finer cluster key",
     )
 
 

@@ -95,14 +95,7 @@ def plan_power(
 
     cluster_size, icc: items that share a cluster, and how alike their differences are; they apply to the paired design.
     """
-    if not _SMALLEST <= abs(effect) < 1.0:
-        raise UserError(f"effect {effect} must be a share other than 0", fix="write two points as 0.02")
-    if margin is not None and not _SMALLEST <= margin <= 1.0:
-        raise UserError(f"margin {margin} must be a share above 0", fix="write two points as 0.02")
-    if not 0.0 <= icc <= 1.0:
-        raise UserError(
-            f"icc {icc} must lie between 0 and 1", fix="0 for items that do not resemble each other"
-        )
+    _check_wishes(effect, margin, icc)
     share = max(ASSUMED_DISCORDANCE, abs(effect)) if discordance is None else discordance
     target = accuracy + effect
     reachable = 0.0 <= target <= 1.0
@@ -142,6 +135,17 @@ def plan_power(
         else least_detectable_unpaired(items, accuracy, alpha=alpha, power=power),
         warning=_too_few(items, effect, detectable, power),
     )
+
+
+def _check_wishes(effect: float, margin: float | None, icc: float) -> None:
+    if not _SMALLEST <= abs(effect) < 1.0:
+        raise UserError(f"effect {effect} must be a share other than 0", fix="write two points as 0.02")
+    if margin is not None and not _SMALLEST <= margin <= 1.0:
+        raise UserError(f"margin {margin} must be a share above 0", fix="write two points as 0.02")
+    if not 0.0 <= icc <= 1.0:
+        raise UserError(
+            f"icc {icc} must lie between 0 and 1", fix="0 for items that do not resemble each other"
+        )
 
 
 def _too_few(items: int | None, effect: float, detectable: float | None, power: float) -> str | None:

@@ -66,12 +66,17 @@ def checked_confidence(confidence: float) -> float:
     return confidence
 
 
-def checked_margin(margin: float | None) -> float | None:
-    """The greatest acceptable loss, at least 0, or None for no margin."""
+def checked_margin(margin: float | None, *, bounded: bool) -> float | None:
+    """The greatest acceptable loss, at least 0, or None for no margin; at most 1 for `bounded` scores, which lie in [0, 1]."""
     if margin is not None and not 0.0 <= margin < float("inf"):
         raise UserError(
             f"margin {margin} must be a number that is not negative",
             fix="give the acceptable loss as 0.02 for two points",
+        )
+    if bounded and margin is not None and margin > 1.0:
+        raise UserError(
+            f"margin {margin:g} allows any loss: all scores lie between 0 and 1",
+            fix=f"for {margin:g} points write {margin / 100:g}",
         )
     return margin
 
