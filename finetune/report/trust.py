@@ -66,7 +66,30 @@ def _noise(run: RunFiles) -> tuple[str, ...]:
             f"{suite}: the base model answered twice; {changed} of {n} answers and {flipped} scores changed by themselves "
             f"(noise floor {rate}, at most {most})."
         )
-    return tuple(found)
+    return (*found, *_repeats(run))
+
+
+def _repeats(run: RunFiles) -> tuple[str, ...]:
+    """What repeated answers and an early stop say of each deciding metric."""
+    primary = as_dict(run.comparison.get("primary_metrics"))
+    found = []
+    for record in map(as_dict, as_list(run.comparison.get("comparisons"))):
+        suite = str(record.get("suite"))
+        if record.get("metric") != primary.get(suite):
+            continue
+        if noise := as_dict(record.get("noise")):
+            found.append(
+                f"{suite}: {significant(noise.get('repeats'), 2)} answers an item; sampling makes "
+                f"{share(noise.get('sampling_share'))} of the squared error, and more repeats could narrow the interval by "
+                f"{share(noise.get('narrower_at_most'))} at most."
+            )
+        if stop := as_dict(record.get("sequential")):
+            where = "stopped early, after" if stop.get("stopped") else "not stopped early:"
+            found.append(
+                f"{suite}: {where} {grouped(stop.get('answered'))} of {grouped(stop.get('of'))} items, e-value "
+                f"{significant(stop.get('e_value'), 3)} ({significant(stop.get('needed'), 3)} is enough; valid at every look)."
+            )
+    return tuple(dict.fromkeys(found))
 
 
 def _formats(run: RunFiles) -> Table | None:

@@ -168,6 +168,21 @@ def test_costs_are_the_recorded_ratios_with_their_intervals(many: Path) -> None:
     assert "12,345 queries" in _text(many)
 
 
+def test_repeats_and_an_early_stop_are_told_of_the_deciding_metric_once(many: Path) -> None:
+    path = many / "eval" / "comparison.json"
+    held = read_json(path)
+    held["primary_metrics"] = {"home_intents": held["comparisons"][0]["metric"]}
+    for record in held["comparisons"]:
+        record["noise"] = {"repeats": 4.0, "sampling_share": 0.31, "narrower_at_most": 0.17}
+        record["sequential"] = {"stopped": True, "answered": 75, "of": 240, "e_value": 43.1, "needed": 20.0}
+    write_json(path, held)
+    lines = read_trust(read_run(many)).noise
+    assert len(lines) == 2
+    assert "4.0 answers an item" in lines[0] and "31" in lines[0] and "17" in lines[0]
+    assert "stopped early, after 75 of 240 items, e-value 43.1 (20.0 is enough" in lines[1]
+    assert "stopped early, after 75 of 240 items" in _text(many)
+
+
 def test_what_limits_the_trust_is_shown_when_it_is_known(many: Path) -> None:
     assert read_trust(read_run(many)).is_empty
     write_json(
