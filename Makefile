@@ -39,8 +39,9 @@ eval: $(STAMP)  ## paired evaluation: RUN=runs/<id> BASELINE=base
 merge: $(STAMP)  ## adapter into the base, proven equal: RUN=runs/<id> OUT=out/merged
 	@$(BIN)/finetune merge adapter $(RUN) --out $(OUT)
 
+# One process a core and one thread each: the models of the tests are too small for more threads to help.
 test: $(STAMP)  ## the tests (offline, CPU, minutes)
-	@$(BIN)/python -m pytest -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: $(STAMP)  ## the tests that take longer
 	@$(BIN)/python -m pytest -m slow
