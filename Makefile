@@ -41,7 +41,7 @@ merge: $(STAMP)  ## adapter into the base, proven equal: RUN=runs/<id> OUT=out/m
 
 # One process a core and one thread each: the models of the tests are too small for more threads to help.
 test: $(STAMP)  ## the tests (offline, CPU, minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 8 --dist loadfile
 
 test-slow: $(STAMP)  ## the tests that take longer
 	@$(BIN)/python -m pytest -m slow
