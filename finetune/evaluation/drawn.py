@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from finetune.evaluation.answering import inner_model, stop_ids
+from finetune.evaluation.answering import stop_ids
 from finetune.evaluation.generate import Completion, common_prefix, generate
 from finetune.evaluation.raw_prompts import Prompt
 from finetune.evaluation.sampling import Sampler, stream_name
@@ -41,7 +41,7 @@ def draw_answers(
         tokenizer,
         max_new_tokens=decoding.max_new_tokens,
         stop_strings=decoding.stop,
-        stop_ids=stop_ids(tokenizer, inner_model(model)),
+        stop_ids=stop_ids(tokenizer, model),
     )
     yield from generate(
         model,

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import orjson
-
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.paths import disk_faults, read_json, runs_root, write_json, write_jsonl
@@ -65,7 +63,7 @@ class LineStore:
 def _whole_lines(raw: bytes) -> Iterable[dict[str, Any]]:
     for line in raw.split(b"\n"):
         try:
-            record = orjson.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and "prompt" in record and "number" in record:
