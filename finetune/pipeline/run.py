@@ -13,6 +13,7 @@ from finetune.errors import UserError
 from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
 from finetune.pipeline.environment import describe_environment
+from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import LOCK_NAME, RunManifest, refuse_foreign
 from finetune.pipeline.power import announce_power
@@ -63,6 +64,7 @@ def run_recipe(
         say(f"run folder: {_short(folder)}")
         _describe(inputs, manifest)
         context = RunContext(inputs, manifest, say)
+        ensure_generated(inputs.spec_path, say=say)
         build = build_stage(context)
         suites = [
             load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)

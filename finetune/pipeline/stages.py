@@ -29,7 +29,6 @@ from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
-from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.methods import Split, learnt, longest_example, tokenise_side, train_by_method
@@ -79,11 +78,7 @@ class TrainingRows:
 
 
 def build_stage(context: RunContext) -> DatasetBuild:
-    """Build the dataset of the recipe, or find it; what takes longer than two seconds says how long it will be.
-
-    Rows that its spec says are generated are made first, unless they are there.
-    """
-    ensure_generated(context.inputs.spec_path, say=context.say)
+    """Build the dataset of the recipe, or find it; what takes longer than two seconds says how long it will be."""
     with Progress("data", 100, "%") as progress:
 
         def show(share: float) -> None:

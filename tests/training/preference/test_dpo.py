@@ -141,11 +141,30 @@ def test_shared_prompts_give_the_gradient_of_separate_ones(
     assert apart(gradients[0], gradients[1]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "none"])
-def test_before_the_first_step_the_loss_is_ln_2(dpo_recipe: Any, first_step: Any, kind: str) -> None:
-    loss, _, means = first_step(dpo_recipe(adapter__kind=kind))
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"adapter__kind": "lora"},
+        {"adapter__kind": "dora"},
+        {"adapter__kind": "vera"},
+        {"adapter__kind": "ia3"},
+        {"adapter__kind": "none"},
+        {"adapter__rslora": True},
+        {"adapter__init": "pissa"},
+        {"adapter__init": "olora"},
+        {"adapter__init": "gaussian"},
+        {"adapter__init": "orthogonal"},
+        {"adapter__modules_to_save": ["lm_head"]},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_before_the_first_step_the_loss_is_ln_2(
+    dpo_recipe: Any, first_step: Any, adapter: dict[str, Any]
+) -> None:
+    loss, gradient, means = first_step(dpo_recipe(**adapter))
     assert loss == pytest.approx(LN_2, abs=1e-6)
     assert means["reward_margin"] == 0.0
+    assert float(gradient.norm()) > 0
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
