@@ -20,10 +20,12 @@ from typing import Any
 
 import orjson
 import psutil
+from results import table, write_section
 
 from finetune.paths import read_json
 
 _SECONDS_BETWEEN_SAMPLES = 0.05
+_FULL_ROWS = 1_000_000
 _WORDS_ASKED, _WORDS_ANSWERED, _WORDS_A_PHRASE = 50, 100, 5
 _SPEC = """\
 dataset: 1
@@ -104,37 +106,58 @@ class MemoryOfTree(threading.Thread):
         self.join()
 
 
+def measured(code: str, *arguments: Path) -> tuple[str, float, int]:
+    """What a program printed, how many seconds it took, and the peak bytes of it and its children."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    memory = MemoryOfTree(process.pid)
+    memory.start()
+    printed, _ = process.communicate()
+    seconds = time.perf_counter() - start
+    memory.stop()
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return printed.strip(), seconds, memory.peak_bytes
+
+
+BUILD = """\
+import pathlib, sys
+from finetune.data.build import build_dataset
+print(build_dataset(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).folder)
+"""
+CHECK = """\
+import pathlib, sys
+from finetune.data.build import open_build
+from finetune.data.check import check_build
+result = check_build(open_build(pathlib.Path(sys.argv[1])))
+print(result.passed, {kind: len(found) for kind, found in result.leaks.items()})
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rows", type=int, default=_FULL_ROWS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         n_bytes = write_rows(folder / "rows.jsonl", options.rows)
         (folder / "benchmark.yaml").write_text(_SPEC)
-        code = (
-            "import sys, pathlib\n"
-            "from finetune.data.build import build_dataset\n"
-            "print(build_dataset(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).folder)\n"
+        built, seconds, peak = measured(BUILD, folder / "benchmark.yaml", folder / "builds")
+        ledger = read_json(Path(built) / "manifest.json")["ledger"]
+        proved, check_seconds, check_peak = measured(CHECK, Path(built))
+    rows = [
+        [what, f"{taken / 60:.1f} min", f"{options.rows / taken:,.0f}", f"{peak_bytes / 1e9:.2f} GB", limit]
+        for what, taken, peak_bytes, limit in (
+            ("build", seconds, peak, "10 min, 2 GB"),
+            ("proof (`data check`)", check_seconds, check_peak, ""),
         )
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, folder / "benchmark.yaml", folder / "builds"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        memory = MemoryOfTree(process.pid)
-        memory.start()
-        printed, _ = process.communicate()
-        seconds = time.perf_counter() - start
-        memory.stop()
-        if process.returncode:
-            raise SystemExit(process.returncode)
-        ledger = read_json(Path(printed.strip()) / "manifest.json")["ledger"]
-    print(
-        f"{options.rows} rows, {n_bytes / 1e9:.2f} GB: {seconds / 60:.1f} min, {options.rows / seconds:.0f} rows/s, "
-        f"peak {memory.peak_bytes / 1e9:.2f} GB in all processes\n{ledger}"
-    )
+    ]
+    lines = table(["stage", "time", "rows/s", "peak memory of all processes", "limit"], rows)
+    lines += ["", f"{options.rows:,} chat rows, {n_bytes / 1e9:.2f} GB. Ledger: {ledger}. Proof: {proved}."]
+    if options.rows == _FULL_ROWS:
+        write_section("Dataset build", lines)
+    else:
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The canonical row, and the ledger that accounts for every row read."""
+"""The canonical row, and the account of rows that a source makes itself."""
 
 from __future__ import annotations
 
@@ -155,42 +155,16 @@ def digest_content(value: Any) -> str:
 
 @dataclass
 class Ledger:
-    """read = kept + sum(dropped) + quarantined, asserted when the build closes.
+    """What a source that makes its own rows keeps account of: how many it made, and those it left out, with reasons.
 
-    A row is *dropped* for a reason that is part of the plan (a duplicate, over a limit) and *quarantined* when it is
-    faulty (bad JSON, no answer). Either way an entry says which row and why.
+    The build adds them to its own ledger: read = kept + sum(dropped) + quarantined, or the build fails.
     """
 
     read: int = 0
-    kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    quarantined: int = 0
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     def drop(self, reason: str, **where: Any) -> None:
-        """Count a row that is left out by plan; `where` holds source, line, byte, id or text."""
+        """Count a row that is left out; `where` holds source, id or text."""
         self.dropped[reason] += 1
         self.entries.append({"reason": reason, "kind": "dropped", **where})
-
-    def quarantine(self, reason: str, **where: Any) -> None:
-        """Count a faulty row; `where` holds source, line, byte and the raw text."""
-        self.quarantined += 1
-        self.entries.append({"reason": reason, "kind": "quarantined", **where})
-
-    def close(self, kept: int) -> None:
-        """Fix the number of kept rows; a ledger that does not add up is a bug, never shown to a user as success."""
-        self.kept = kept
-        accounted = kept + sum(self.dropped.values()) + self.quarantined
-        if self.read != accounted:
-            raise AssertionError(
-                f"row ledger: read {self.read} != kept {kept} + dropped {dict(self.dropped)} "
-                f"+ quarantined {self.quarantined}"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "read": self.read,
-            "kept": self.kept,
-            "dropped": dict(sorted(self.dropped.items())),
-            "quarantined": self.quarantined,
-        }

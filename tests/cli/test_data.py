@@ -92,7 +92,12 @@ def test_show_refuses_what_is_not_there(
 def test_check_finds_no_leak_in_a_build(spec: Path) -> None:
     folder = build(spec)
     assert "no leaks between train (" in call("check", folder).stdout
-    assert json.loads(call("check", folder, "--json").stdout)["leaks"] == {"exact": 0, "group": 0, "near": 0, "ngram": 0}
+    assert json.loads(call("check", folder, "--json").stdout)["leaks"] == {
+        "exact": 0,
+        "group": 0,
+        "near": 0,
+        "ngram": 0,
+    }
 
 
 def test_check_exits_2_with_the_pairs_when_a_row_is_on_two_sides(spec: Path) -> None:
@@ -120,3 +125,16 @@ def test_check_notices_a_changed_file_without_leak(spec: Path) -> None:
     write_jsonl(folder / "train.jsonl", read_jsonl(folder / "train.jsonl")[1:])
     with pytest.raises(UserError, match="the train rows are not those of the manifest"):
         call("check", folder)
+
+
+def test_check_lists_all_pairs_as_json_and_exits_2(spec: Path) -> None:
+    folder = build(spec)
+    train, test = (read_jsonl(folder / f"{side}.jsonl") for side in ("train", "test"))
+    write_jsonl(folder / "test.jsonl", [*test, {**train[0], "id": "copied"}])
+    answer = CliRunner().invoke(app, ["check", str(folder), "--json"])
+    assert answer.exit_code == ExitCode.USER_ERROR
+    found = json.loads(answer.stdout)
+    assert not found["passed"]
+    assert found["leaks"]["exact"] == found["leaks"]["group"] == 1
+    assert {pair["kind"] for pair in found["pairs"]} >= {"exact", "group"}
+    assert found["damage"][0]["what"].startswith("the test rows are not those")

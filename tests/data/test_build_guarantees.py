@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,67 @@ def test_progress_reaches_the_end_and_never_goes_back(tmp_path: Path) -> None:
     assert told == sorted(told)
     assert told[-1] == 1.0
     assert len(set(told)) > 5
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(tmp_path, ROWS, {"shares": THREE_WAYS})
+    real = read.iter_rows
+
+    def disturbed(*given: Any, **keys: Any) -> Any:
+        (tmp_path / "rows.jsonl").write_bytes(b"\n".join(ROWS[:100]))
+        return real(*given, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "iter_rows", disturbed)
+        with pytest.raises(UserError, match="was changed while it was read"):
+            build_dataset(spec, tmp_path / "builds")
+    assert build_dataset(spec, tmp_path / "builds").manifest["ledger"]["read"] == 100
+
+
+def test_two_processes_build_one_after_the_other(tmp_path: Path) -> None:
+    """The second waits for the first and finds its build."""
+    spec = write_spec(tmp_path, ROWS, {"shares": THREE_WAYS})
+    found: list[DatasetBuild] = []
+    with work.locked_work(tmp_path / "builds", "mine"):
+        waiting = threading.Thread(
+            target=lambda: found.append(build_dataset(spec, tmp_path / "builds")), daemon=True
+        )
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and not found
+    waiting.join(60)
+    assert found[0].manifest["ledger"]["read"] == len(ROWS)
+
+
+def test_a_ledger_that_does_not_add_up_is_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(tmp_path, ROWS, {"shares": THREE_WAYS})
+    monkeypatch.setattr(write, "_dropped_lines", lambda *given: iter([b"{}\n"]))
+    with pytest.raises(AssertionError, match="row ledger: read 200 != kept 200"):
+        build_dataset(spec, tmp_path / "builds")
+    assert not list((tmp_path / "builds").glob("[!.]*"))
+
+
+def test_many_small_files_are_read_in_few_pieces(tmp_path: Path) -> None:
+    for number, line in enumerate(ROWS[:40]):
+        (tmp_path / f"part {number:02d}.jsonl").write_bytes(line + b"\n")
+    spec = write_spec(tmp_path, [], {"shares": {"train": 1.0}}, files=["part *.jsonl"])
+    seen: list[Any] = []
+    made = build_dataset(spec, tmp_path / "builds", runner=_Counting(seen))
+    assert (len(seen), len(made.rows("train"))) == (1, 40)
+    again = build_dataset(spec, tmp_path / "again", runner=_Counting(seen), piece_bytes=1000)
+    assert 1 < len(seen) - 1 < 10
+    assert again.manifest == made.manifest
+
+
+class _Counting(runner.LocalRunner):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__(1)
+        self._seen = seen
+
+    def map(self, work: Any, tasks: Any, sizes: Any) -> Any:
+        self._seen += tasks
+        return super().map(work, tasks, sizes)

@@ -195,7 +195,7 @@ def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
                 Reject(entry["source"], entry["line"], entry["byte"], entry["reason"], entry["raw"])
                 for entry in first
             ],
-            [file.name for file, _ in given.files],
+            [one.file.name for one in given.files],
             plan.where("source"),
         )
     kinds: Counter[str] = Counter()

@@ -21,6 +21,7 @@ from finetune.data.stages.parts import PartWriter, read_counts
 from finetune.data.stages.pinned import iter_pinned_rows, pinned_source
 from finetune.data.stages.runner import Runner
 from finetune.digest import digest_file, digest_json
+from finetune.errors import UserError
 
 Where = Callable[[str], str]
 PIECE_BYTES = 16 << 20
@@ -30,12 +31,26 @@ _SMALL_BYTES_OF_OWN_ROWS = 1  # a source that makes its rows is small, whatever 
 
 
 @dataclass(frozen=True, slots=True)
+class HashedFile:
+    """A file, the SHA-256 of its bytes, and its size and time of change before it was hashed."""
+
+    file: SourceFile
+    digest: str
+    stamp: tuple[int, int]
+
+    @classmethod
+    def of(cls, file: SourceFile) -> HashedFile:
+        stamp = _stamp(file)
+        return cls(file, digest_file(file.path), stamp)
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
     """One source of the spec with the files that it names. `pinned`: its rows are the regressions side."""
 
     origin: int
     source: Source
-    files: tuple[tuple[SourceFile, str], ...]  # with the SHA-256 of each
+    files: tuple[HashedFile, ...]
     pinned: bool = False
 
     def describe(self) -> dict[str, Any]:
@@ -44,16 +59,19 @@ class Input:
             from finetune.data import home_intents  # parses a grammar: only when asked for
 
             return {"kind": self.source.kind, "packages": home_intents.source_versions()}
-        return {"kind": self.source.kind, "files": {file.name: digest for file, digest in self.files}}
+        return {"kind": self.source.kind, "files": {one.file.name: one.digest for one in self.files}}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A file, or a range of one."""
 
-    file: SourceFile
+    whole: HashedFile
     within: Range | None
-    digest: str  # of the whole file
+
+    @property
+    def file(self) -> SourceFile:
+        return self.whole.file
 
     @property
     def n_bytes(self) -> int:
@@ -62,7 +80,15 @@ class Span:
     def decided_by(self) -> list[Any]:
         """What tells it from any other."""
         bounds = None if self.within is None else [self.within.start, self.within.stop]
-        return [self.file.name, self.digest, bounds]
+        return [self.file.name, self.whole.digest, bounds]
+
+    def require_unchanged(self) -> None:
+        """Raise UserError when the file is no longer the one that was hashed."""
+        if _stamp(self.file) != self.whole.stamp:
+            raise UserError(
+                f"{self.file.path} was changed while it was read",
+                fix="run the same command again when nothing writes to the file any more",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +124,7 @@ def gather_input(origin: int, source: Source, spec_folder: Path, where: Where) -
     if not isinstance(source, RowsSource):
         return Input(origin, source, ())
     files = source_files(source, spec_folder, where=where)
-    return Input(origin, source, tuple((file, digest_file(file.path)) for file in files))
+    return Input(origin, source, tuple(HashedFile.of(file) for file in files))
 
 
 def gather_pinned(file: str, like: Source, spec_folder: Path, where: str) -> Input:
@@ -142,9 +168,9 @@ def pieces_of(
         yield piece([])
     waiting: list[Span] = []
     waiting_bytes = 0
-    for file, digest in given.files:
-        for within in [None] if given.pinned else split_ranges(file, piece_bytes):
-            span = Span(file, within, digest)
+    for whole in given.files:
+        for within in [None] if given.pinned else split_ranges(whole.file, piece_bytes):
+            span = Span(whole, within)
             if waiting and waiting_bytes + span.n_bytes > piece_bytes:
                 yield piece(waiting)
                 waiting, waiting_bytes = [], 0
@@ -217,6 +243,7 @@ def _rows_of(piece: Piece, part: PartWriter, on_progress: Progress) -> Iterator[
                 part.quarantine(entry.pop("reason"), entry)
             else:
                 yield found
+        span.require_unchanged()
 
 
 def _make_rows(piece: Piece, part: PartWriter, on_progress: Progress) -> Iterator[Row]:
@@ -227,8 +254,14 @@ def _make_rows(piece: Piece, part: PartWriter, on_progress: Progress) -> Iterato
     yield from home_intents.sample_rows(piece.source, piece.seed, ledger, on_progress)
     part.read = ledger.read
     for entry in ledger.entries:
-        given = {key: value for key, value in entry.items() if key not in ("reason", "kind")}
-        (part.drop if entry["kind"] == "dropped" else part.quarantine)(entry["reason"], given)
+        part.drop(
+            entry["reason"], {key: value for key, value in entry.items() if key not in ("reason", "kind")}
+        )
+
+
+def _stamp(file: SourceFile) -> tuple[int, int]:
+    found = file.path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _nobody(share: float) -> None:
