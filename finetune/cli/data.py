@@ -14,6 +14,7 @@ from finetune.cli.data_generate import generate
 from finetune.cli.data_inspect import inspect
 from finetune.cli.data_lengths import lengths
 from finetune.cli.data_review import review
+from finetune.cli.data_schema import schema
 from finetune.cli.output import JsonFlag, emit
 from finetune.cli.progress import progress_bar
 
@@ -142,7 +143,7 @@ def check(
         raise typer.Exit(ExitCode.USER_ERROR)
 
 
-for _command in (consistency, lengths, review, card):
+for _command in (consistency, lengths, review, card, schema):
     app.command()(_command)
 
 

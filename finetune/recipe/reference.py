@@ -6,7 +6,7 @@ To renew the committed page: finetune recipe schema --markdown > docs/recipe_ref
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -51,7 +51,8 @@ where it comes from; `finetune recipe validate RECIPE` checks without starting a
 def reference_markdown() -> str:
     """The whole page, with a final newline; the same schema gives the same bytes."""
     neutral = ", ".join(f"`{key}`" for key in RESULT_NEUTRAL)
-    parts = [_HEAD.format(neutral=neutral), *_sections(RecipeFile, "", "Top of the file"), _elsewhere()]
+    tables = section_tables(RecipeFile, "", "Top of the file", {"name": "the file's stem"})
+    parts = [_HEAD.format(neutral=neutral), *tables, _elsewhere()]
     return "\n".join(parts)
 
 
@@ -70,18 +71,44 @@ def recipe_json_schema() -> dict[str, Any]:
     return schema
 
 
-def _sections(model: type[BaseModel], prefix: str, title: str) -> Iterator[str]:
+def section_tables(
+    model: type[BaseModel], prefix: str, title: str, defaults: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A heading and a table of keys for a section and for each one below it; also of other schemas than the recipe.
+
+    `defaults` words the default of a dotted key that the schema does not know.
+    """
+    known = defaults or {}
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
-    below: list[tuple[str, type[BaseModel]]] = []
+    below: list[tuple[str, str, type[BaseModel]]] = []
     for name, field in fields_of(model).items():
-        sections = accepted(field.annotation).models
-        below += [(f"{prefix}{name}", section) for section in sections]
+        dotted = f"{prefix}{name}"
+        sections = _sections_in(field.annotation)
+        for section in sections:
+            below.append((dotted, _section_title(dotted, section, one_of_many=len(sections) > 1), section))
         meaning = field.description or "; ".join(_first_line(section) for section in sections)
-        cells = [f"`{prefix}{name}`", _takes(field), _default(f"{prefix}{name}", field), meaning]
+        if not meaning and name == "kind":
+            meaning = "Chooses this section."
+        cells = [f"`{dotted}`", _takes(field), known.get(dotted) or _default(field), meaning]
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     yield "\n".join([f"## {title}", "", _first_line(model), "", *rows, ""])
-    for dotted, section in below:
-        yield from _sections(section, f"{dotted}.", f"`{dotted}`")
+    for dotted, heading, section in below:
+        yield from section_tables(section, f"{dotted}.", heading, known)
+
+
+def _sections_in(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that may stand under a key, alone or as members of a list."""
+    form = accepted(annotation)
+    return form.models or tuple(model for item in form.items or () for model in accepted(item).models)
+
+
+def _section_title(dotted: str, section: type[BaseModel], *, one_of_many: bool) -> str:
+    """The key; of a section that is one of several, with the word by which it is chosen."""
+    kind = fields_of(section).get("kind")
+    if not one_of_many or kind is None:
+        return f"`{dotted}`"
+    words = " or ".join(str(word) for word in accepted(kind.annotation).literals)
+    return f"`{dotted}` with `kind: {words}`"
 
 
 def _takes(field: FieldInfo) -> str:
@@ -114,9 +141,7 @@ def _limits_of(metadata: list[Any]) -> Iterator[str]:
             yield f"pattern `{pattern}`"
 
 
-def _default(key: str, field: FieldInfo) -> str:
-    if key == "name":
-        return "the file's stem"
+def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
