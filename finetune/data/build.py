@@ -20,7 +20,7 @@ from finetune.data.spec import DatasetSpec
 from finetune.data.stages.assemble import ASSIGNMENT, MANIFEST, Plan, make_build
 from finetune.data.stages.curate import curation_digest
 from finetune.data.stages.digests import split_digest
-from finetune.data.stages.parts import parse_line
+from finetune.data.stages.parts import iter_stored
 from finetune.data.stages.read import PIECE_BYTES, gather_input, gather_pinned, pieces_of
 from finetune.data.stages.runner import LocalRunner, Runner
 from finetune.data.stages.sides import read_assignment
@@ -67,22 +67,8 @@ class DatasetBuild:
 
     def iter_rows(self, split: Side) -> Iterator[Row]:
         """The rows of one side, one after the other, in the seeded order in which they are used."""
-        path = self.path(split)
-        try:
-            stream = path.open("rb")
-        except FileNotFoundError:
-            raise UserError(f"no such file: {path}", fix="delete the folder and build it again") from None
-        with stream:
-            for number, line in enumerate(stream, start=1):
-                try:
-                    row = Row.from_dict(parse_line(line))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise UserError(
-                        f"not a row: {error}",
-                        where=f"{path}:{number}",
-                        fix="delete the folder and build it again",
-                    ) from None
-                yield row
+        for _, row in iter_stored(self.path(split)):
+            yield row
 
     def rows(self, split: Side) -> list[Row]:
         """The rows of one side as a list; `iter_rows` holds one at a time."""

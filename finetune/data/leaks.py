@@ -14,16 +14,15 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from finetune.data.rows import SIDES, Progress, Row, Side
+from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec_split import GuardSection
 from finetune.data.stages.digests import SideHasher
 from finetune.data.stages.guard import Pairs, near_pairs, quotes
-from finetune.data.stages.parts import KEYS, ROWS_A_BATCH, KeyColumns, parse_line
+from finetune.data.stages.parts import KEYS, ROWS_A_BATCH, KeyColumns, iter_stored
 from finetune.data.stages.sides import SideCodes
 from finetune.data.stages.table import Codes, RowTable
 from finetune.data.stages.write import side_file
 from finetune.data.wording import NO_WORDING, SharedWording
-from finetune.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +64,13 @@ def read_side(path: Path) -> SideFile:
     hasher, state, keys = SideHasher(), hashlib.sha256(), KeyColumns()
     batches: list[pa.RecordBatch] = []
     offset = 0
-    try:
-        stream = path.open("rb")
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}", fix="delete the folder and build it again") from None
-    with stream:
-        for number, line in enumerate(stream, start=1):
-            state.update(line)
-            try:
-                row = Row.from_dict(parse_line(line))
-                keys.add(row, offset, len(line.rstrip(b"\n")))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    f"not a row: {error}",
-                    where=f"{path}:{number}",
-                    fix="delete the folder and build it again",
-                ) from None
-            hasher.add(row)
-            offset += len(line)
-            if len(keys) == ROWS_A_BATCH:
-                batches.append(keys.take())
+    for line, row in iter_stored(path):
+        state.update(line)
+        hasher.add(row)
+        keys.add(row, offset, len(line.rstrip(b"\n")))
+        offset += len(line)
+        if len(keys) == ROWS_A_BATCH:
+            batches.append(keys.take())
     table = pa.Table.from_batches([*batches, keys.take()], KEYS)
     return SideFile(table, hasher.n_rows, hasher.hexdigest(), state.hexdigest())
 

@@ -24,6 +24,7 @@ import pyarrow as pa
 from finetune.data.fold import fold_text, fold_turns
 from finetune.data.rows import Row
 from finetune.digest import canonical_json
+from finetune.errors import UserError
 from finetune.paths import disk_faults, read_json
 
 ROWS, KEYS_FILE, COUNTS = "rows.jsonl", "keys.arrow", "part.json"
@@ -63,6 +64,25 @@ def parse_line(line: bytes) -> dict[str, Any]:
     """The inverse of `json_line`. Lines by json have a space after the first colon, and only json reads all of them."""
     parsed: dict[str, Any] = json.loads(line) if line.startswith(b'{"id": ') else orjson.loads(line)
     return parsed
+
+
+def iter_stored(path: Path) -> Iterator[tuple[bytes, Row]]:
+    """The lines of the file of a side, with their ends, and the row of each.
+
+    Raises UserError when the file is missing, and for a line that is no row.
+    """
+    again = "delete the folder and build it again"
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", fix=again) from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                row = Row.from_dict(parse_line(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"not a row: {error}", where=f"{path}:{number}", fix=again) from None
+            yield line, row
 
 
 def prompt_hash(row: Row) -> bytes:
