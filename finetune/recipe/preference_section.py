@@ -46,7 +46,7 @@ _MEANT_FOR: dict[str, tuple[Method, ...]] = {
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards": ("reward",),
-    "share_prompts": PAIR_METHODS,
+    "share_prompts": PREFERENCE_METHODS,
     "max_identical_share": PAIR_METHODS,
 }
 Weight = Annotated[float, Field(ge=0)]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.source import ModelSource
-from finetune.recipe.preference_section import REFERENCE_METHODS
+from finetune.recipe.preference_section import REFERENCE_METHODS, PreferenceSection
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_trainer import AnswerTrainer
@@ -43,6 +43,8 @@ def train_preference(
     unlikely.
     """
     settings, section = recipe.train, recipe.train.preference
+    if settings.method == "kto":
+        train_rows, validation_rows = (_for_kto(rows, section) for rows in (train_rows, validation_rows))
     share = section.share_prompts and prompts_can_be_shared(model, train_rows)
     if section.share_prompts and not share and len(train_rows[0].answers) > 1:
         say("this model cannot share a prompt between answers; each gets its own copy, which is slower")
@@ -57,7 +59,7 @@ def train_preference(
         total_steps=count_steps(len(packs[0]), settings),
         checkpoint_root=run_folder / "checkpoints",
         owner=owner,
-        keep_checkpoints=settings.keep_checkpoints,
+        settings=settings,
         tally=StepTally(),
         collator=BranchCollator(share),
         train_packs=packs[0],
@@ -90,8 +92,18 @@ def _make_trainer(
         arguments = DPOConfig(**shared, discopop_tau=section.discopop_tau, max_length=None)
         return ExactDpoTrainer(args=arguments, starts_at_reference=section.reference == "start", **options)
     plain = TrainingArguments(**shared)
+    if method == "kto":
+        from finetune.training.kto_trainer import ExactKtoTrainer
+
+        return ExactKtoTrainer(args=plain, **options)
     from finetune.training.reference_free import ExactCpoTrainer, ExactOrpoTrainer
 
     if method == "orpo":
         return ExactOrpoTrainer(args=plain, **options)
     return ExactCpoTrainer(args=plain, method=method, **options)
+
+
+def _for_kto(rows: Sequence[AnsweredPrompt], section: PreferenceSection) -> Sequence[AnsweredPrompt]:
+    from finetune.training.kto_trainer import uses_mismatched_answers, with_mismatched_answers
+
+    return with_mismatched_answers(rows) if rows and uses_mismatched_answers(section) else rows

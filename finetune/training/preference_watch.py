@@ -54,7 +54,10 @@ class PreferenceWatch(TrainerCallback):
         self._check_fall(state.global_step)
 
     def _add(self, means: dict[str, Any]) -> None:
-        """A KTO step may hold no wanted, or no unwanted, answer: then that number is not there."""
+        """A KTO step may hold no wanted, or no unwanted, answer: then that number is not there. Its answers are no pairs,
+        and their margin is that of the means."""
+        if "reward_margin" not in means and {"reward_chosen", "reward_rejected"} <= means.keys():
+            means = {**means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}
         for values, name in (
             (self._margins, "reward_margin"),
             (self._chosen, "reward_chosen"),
