@@ -96,7 +96,7 @@ def disk_faults(path: Path) -> Iterator[None]:
                 f"no space left while writing {path}",
                 fix="free some space, or choose a folder on another disk (for runs: --run-dir or FINETUNE_RUNS)",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
             raise UserError(
                 f"cannot write {path}: {error.strerror}",
                 fix="choose a folder you may write to, or mend its permissions",

@@ -23,7 +23,8 @@ def refuse_unfair(suite: Suite, baseline: ArmSummary, arm: ArmSummary, *, inner:
     """All that must be the same on both sides, or a UserError with every difference. `inner` allows other items."""
     faults = [
         Fault(
-            f"{what} differs: {getattr(baseline, name)[:12]} in {baseline.arm}, {getattr(arm, name)[:12]} in {arm.arm}",
+            f"{what} differs: {getattr(baseline, name)[:12]} in the baseline ({baseline.arm}), "
+            f"{getattr(arm, name)[:12]} in the arm ({arm.arm})",
             where=f"suite {suite.name}",
             why="the arms were not asked the same thing, so their difference would mean nothing",
             fix="evaluate both arms again with the same suite, items and tokenizer",

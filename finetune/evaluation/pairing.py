@@ -10,6 +10,7 @@ from finetune.evaluation.records import Record, repeat_of
 from finetune.evaluation.repeats import per_item
 
 _SHOWN = 3
+_SAME = ("reference", "cluster")  # what must not differ between two answers to one item
 
 
 def pair_records(
@@ -33,6 +34,13 @@ def pair_records(
             fix="evaluate both arms on the same suite and items, or compare what they share with --inner",
         )
     shared = [item for item in left if item in right]
+    other = [item for item in shared for key in _SAME if left[item].get(key, "") != right[item].get(key, "")]
+    if other:
+        raise UserError(
+            f"{len(set(other))} items of one name are not the same item on both sides{examples(other)}",
+            why="their reference or cluster differs",
+            fix="evaluate both arms on the same version of the suite",
+        )
     return [left[item] for item in shared], [right[item] for item in shared]
 
 

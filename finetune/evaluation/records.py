@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.paths import disk_faults, read_json, read_jsonl, write_json, write_jsonl
 
 Record = dict[str, Any]
+_KINDS: dict[str, tuple[type, str]] = {
+    "item": (str, "text"),
+    "arm": (str, "text"),
+    "cluster": (str, "text"),
+    "tags": (dict, "a mapping"),
+    "output": (str, "text"),
+    "scores": (dict, "a mapping"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class ArmSummary:
 
     n: answers, `repeats` to each item; the n of a metric counts items. stopped: where a suite that may stop early did so,
     `answered` of how many items (`of`), and the suite's `largest_cluster`; None when every item was answered.
+    records_sha256: of `<arm>.jsonl`, so that answers edited afterwards do not pass for the model's.
     """
 
     suite: str
@@ -47,6 +58,7 @@ class ArmSummary:
     backend: str = "transformers"
     repeats: int = 1
     stopped: dict[str, int] | None = None
+    records_sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,10 +67,13 @@ class ArmSummary:
     def from_dict(cls, given: Mapping[str, Any]) -> ArmSummary:
         """Raises UserError for a summary that another version wrote."""
         try:
-            return cls(**given)
-        except TypeError as error:
+            summary = cls(**given)
+            if summary.n < 1 or sum(summary.finish_reasons.values()) != summary.n:
+                raise TypeError(f"it counts {summary.n} answers and {summary.finish_reasons} ends of answers")
+            return summary
+        except (TypeError, AttributeError) as error:
             raise UserError(
-                f"the summary of arm {given.get('arm')} was written by another version: {error}",
+                f"the summary of an arm is damaged or of another version: {error}",
                 fix="delete it and evaluate the arm again",
             ) from None
 
@@ -76,23 +91,60 @@ def partial_path(folder: Path, arm: str) -> Path:
 
 
 def read_records(folder: Path, arm: str) -> list[Record]:
-    """The records of a complete arm, in the suite's order. Raises UserError when there are none."""
-    records = read_jsonl(records_path(folder, arm))
+    """The records of a complete arm, in the suite's order. Raises UserError when there are none, or they are none."""
+    path = records_path(folder, arm)
+    records = read_jsonl(path)
     if not records:
-        raise UserError(f"{records_path(folder, arm)} holds no answers", fix="evaluate the arm again")
+        raise UserError(f"{path} holds no answers", fix="evaluate the arm again")
+    for number, record in enumerate(records, start=1):
+        problem = _problem(record)
+        if problem:
+            raise UserError(
+                problem,
+                where=f"{path}: record number {number}",
+                why="this is no file of answers of `finetune eval`",
+                fix="evaluate the arm again; scores of other tools are compared by finetune stats compare",
+            )
     return records
 
 
+def _problem(record: Any) -> str:
+    """What is wrong with one record; empty when nothing is."""
+    if not isinstance(record, dict):
+        return "the line is not a JSON object"
+    for key, (kind, said) in _KINDS.items():
+        if not isinstance(record.get(key), kind):
+            return f"'{key}' is {record[key]!r:.40}, not {said}" if key in record else f"no '{key}'"
+    for metric, score in record["scores"].items():
+        if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
+            return f"the score '{metric}' of item '{record['item']}' is {score!r:.40}, not a number"
+    return ""
+
+
 def read_summary(folder: Path, arm: str) -> ArmSummary:
-    return ArmSummary.from_dict(read_json(summary_path(folder, arm)))
+    """Raises UserError when it is missing, damaged, or of another version."""
+    path = summary_path(folder, arm)
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no summary of an arm", fix="delete it and evaluate the arm again")
+    return ArmSummary.from_dict(found)
 
 
-def write_arm(folder: Path, summary: ArmSummary, records: Sequence[Record]) -> None:
-    """Records first, the summary last: a summary that exists describes a complete arm."""
+def is_intact(folder: Path, summary: ArmSummary) -> bool:
+    """Whether the records beside a summary are there, and the ones that it describes."""
+    path = records_path(folder, summary.arm)
+    return path.is_file() and summary.records_sha256 in (None, digest_file(path))
+
+
+def write_arm(folder: Path, summary: ArmSummary, records: Sequence[Record]) -> ArmSummary:
+    """Records first, the summary last: a summary that exists describes a complete arm. Returns it as it is saved."""
+    path = records_path(folder, summary.arm)
     summary_path(folder, summary.arm).unlink(missing_ok=True)
-    write_jsonl(records_path(folder, summary.arm), list(records))
-    write_json(summary_path(folder, summary.arm), summary.to_dict())
+    write_jsonl(path, list(records))
+    complete = replace(summary, records_sha256=digest_file(path))
+    write_json(summary_path(folder, summary.arm), complete.to_dict())
     partial_path(folder, summary.arm).unlink(missing_ok=True)
+    return complete
 
 
 def question_of(record: Record) -> str:
@@ -125,8 +177,9 @@ def saved_answers(folders: Sequence[Path], arm: str, wanted: Collection[str]) ->
         _take(found, left, [line["record"] for line in lines], lines[-1]["seconds"] if lines else 0.0)
         if left:
             with contextlib.suppress(UserError):
-                seconds = read_summary(folder, arm).seconds
-                _take(found, left, read_jsonl(records_path(folder, arm)), seconds)
+                summary = read_summary(folder, arm)
+                if is_intact(folder, summary):
+                    _take(found, left, read_records(folder, arm), summary.seconds)
     return found
 
 

@@ -69,6 +69,4 @@ def rescore_arm(suite: Suite, saved: SavedArm, added: Sequence[ScorerSection] = 
             f"{saved.path} has no summary beside it", fix="evaluate the arm with finetune eval run"
         )
     records, summary = rescored(with_scorers(suite, added), saved.records(), summary)
-    summary = replace(summary, suite_digest=suite.digest)
-    write_arm(saved.folder, summary, records)
-    return summary
+    return write_arm(saved.folder, replace(summary, suite_digest=suite.digest), records)

@@ -24,6 +24,7 @@ from finetune.evaluation.records import (
     PartialRecords,
     Record,
     SavedAnswers,
+    is_intact,
     read_summary,
     saved_answers,
     summary_path,
@@ -92,6 +93,8 @@ class ArmJob:
         if not summary_path(folder, self.arm).is_file():
             return None
         summary = read_summary(folder, self.arm)
+        if not is_intact(folder, summary):
+            return None  # edited or gone: answered again, not believed
         now = (self.key, self.suite.digest, items_digest(self.items))
         if (summary.key, summary.suite_digest, summary.items_digest) == now:
             return summary
@@ -199,8 +202,7 @@ def _finish(
     )
     if len(given) < len(job.asks):
         summary = replace(summary, stopped=_stopped(job, given))
-    write_arm(folder, summary, records)
-    return summary
+    return write_arm(folder, summary, records)
 
 
 def _stopped(job: ArmJob, given: Sequence[Ask]) -> dict[str, int]:

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from finetune.errors import UserError, did_you_mean
 from finetune.evaluation.claims import Correction
-from finetune.evaluation.records import ArmSummary, Record, read_summary, records_path, summary_path
+from finetune.evaluation.records import (
+    ArmSummary,
+    Record,
+    is_intact,
+    read_records,
+    read_summary,
+    records_path,
+    summary_path,
+)
 from finetune.evaluation.suite import Suite, load_suite
-from finetune.paths import read_json, read_jsonl, runs_root
+from finetune.paths import read_json, runs_root
 
 BASE = "base"
 TUNED = "tuned"
@@ -23,24 +32,38 @@ _LEAST_DIGEST = 4  # characters of a digest that name a run
 
 @dataclass(frozen=True)
 class SavedArm:
-    """One arm on disk: `<folder>/<arm>.jsonl`, and its summary where it was evaluated here."""
+    """One arm on disk: `<folder>/<arm>.jsonl`, and its summary where it was evaluated here.
+
+    of_run: it lies in a run folder, where answers without a summary are those of an arm that was not finished.
+    """
 
     folder: Path
     arm: str
+    of_run: bool = False
 
     @property
     def path(self) -> Path:
         return records_path(self.folder, self.arm)
 
     def records(self) -> list[Record]:
-        """Raises UserError when the file is missing or empty."""
+        """Raises UserError when the file is missing, empty, damaged, or not what was evaluated."""
         if not self.path.is_file():
             raise UserError(
                 f"no saved answers: {self.path}", fix="evaluate that arm first: finetune eval run RUN"
             )
-        found = read_jsonl(self.path)
-        if not found:
-            raise UserError(f"{self.path} holds no answers", fix="evaluate that arm again")
+        found, summary = read_records(self.folder, self.arm), self.summary()
+        if summary is None and self.of_run:
+            raise UserError(
+                f"{self.path} has no summary beside it",
+                why="an arm is complete when its summary is written, and only that says what was asked",
+                fix="finish the arm: finetune eval run RUN",
+            )
+        if summary is not None and not (is_intact(self.folder, summary) and len(found) == summary.n):
+            raise UserError(
+                f"{self.path} was changed after it was written",
+                why="its SHA-256 or number of answers is not that of its summary, so these are not the model's answers",
+                fix="bring the file back, or have it answered again: finetune eval run RUN",
+            )
         return found
 
     def summary(self) -> ArmSummary | None:
@@ -68,7 +91,7 @@ class RunAnswers:
                 f"{folder} is not a run folder: it holds no {path.name}",
                 fix="name the folder that `finetune run` printed, e.g. runs/home_intents_lora-1a2b3c4d",
             )
-        return cls(folder, YAML(typ="safe").load(path.read_text(encoding="utf-8")), backend)
+        return cls(folder, _recipe_of(path), backend)
 
     @property
     def folders(self) -> dict[str, str]:
@@ -117,7 +140,7 @@ class RunAnswers:
         return Path(self.folders.get("eval.suites", self.folder))
 
     def tuned(self, suite: str) -> SavedArm:
-        return SavedArm(self.folder / "eval" / suite / self.backend, TUNED)
+        return SavedArm(self.folder / "eval" / suite / self.backend, TUNED, of_run=True)
 
     def saved(self, suite: str) -> list[SavedArm]:
         """Every arm of a suite that is complete in this folder, untuned ones first."""
@@ -131,7 +154,24 @@ class RunAnswers:
     def base(self, suite: Suite) -> SavedArm:
         """The untuned arm that the recipe compares with; zero-shot where the suite has no few-shot arm."""
         arm = suite.baseline_arms([self.recipe["eval"]["against"]])[0]
-        return SavedArm(self.folder / "baseline" / suite.name / self.backend, arm)
+        return SavedArm(self.folder / "baseline" / suite.name / self.backend, arm, of_run=True)
+
+
+def _recipe_of(path: Path) -> dict[str, Any]:
+    """The resolved recipe of a run folder; what is read of it here is checked, the rest where a run reads it."""
+    try:
+        found = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        section = found["eval"]
+        complete = isinstance(section["suites"], list) and isinstance(section["against"], str)
+    except (YAMLError, UnicodeDecodeError, TypeError, KeyError):
+        complete = False
+    if not complete:
+        raise UserError(
+            f"{path} is not the resolved recipe of a run",
+            fix="bring the file back; `finetune run` with the same recipe writes it again",
+        )
+    recipe: dict[str, Any] = found
+    return recipe
 
 
 def find_baseline(name: str, run: RunAnswers, suite: Suite) -> SavedArm:
@@ -142,6 +182,13 @@ def find_baseline(name: str, run: RunAnswers, suite: Suite) -> SavedArm:
     if path.is_file():
         return SavedArm(path.parent, path.stem)
     folder = path if path.is_dir() else _past_run(name)
+    if folder is not None and folder.resolve() == run.folder.resolve():
+        raise UserError(
+            f"{folder} is the run itself",
+            where="--baseline",
+            why="nothing is worse than itself",
+            fix="name another run, or `base` for this run's untuned model",
+        )
     if folder is not None:
         return RunAnswers.open(folder).tuned(suite.name)
     near = did_you_mean(name, [BASE]) if len(name) < 8 else ""

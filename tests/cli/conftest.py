@@ -18,6 +18,13 @@ adapter: {kind: KIND}
 data: {spec: SPEC}
 eval: {max_items: 12, suites: [SUITES], baselines: [zero_shot], against: zero_shot}
 """
+ANSWERED_SUITE = """\
+suite: 1
+name: task
+items: {jsonl: task.jsonl}
+scorers: [text_match, normalised_match]
+primary_metric: text_match
+"""
 # Speaks enough of the protocol: lists models, and answers with the name of the model that is asked.
 VLLM = """\
 #!{python}
@@ -87,6 +94,50 @@ def make_finished_run(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., 
                             parameter.normal_(0, 0.5)
                 save_adapter(model, saved)
             outputs += [path for path in saved.iterdir() if path.is_file()]
+        return run
+
+    return make
+
+
+@pytest.fixture
+def make_answered_run(tmp_path: Path) -> Callable[..., Path]:
+    """A run folder with both arms of a suite of 40 items answered: the untuned model had none right, the tuned one all."""
+
+    def make(name: str = "run", *, more: str = "", n: int = 40) -> Path:
+        from finetune.evaluation.items import items_digest
+        from finetune.evaluation.records import write_arm
+        from finetune.evaluation.scoring import score_records, summarise_arm
+        from finetune.evaluation.suite import load_suite
+        from finetune.evaluation.suite_data import load_suite_data
+
+        folder = tmp_path / f"eval-{name}"
+        folder.mkdir()
+        asked = [{"id": f"i{k}", "prompt": f"q{k}", "reference": "yes", "cluster": f"c{k}"} for k in range(n)]
+        write_jsonl(folder / "task.jsonl", asked)
+        (folder / "task.yaml").write_text(ANSWERED_SUITE + more)
+        suite = load_suite(folder / "task.yaml")
+        items = load_suite_data(suite).items
+        run = tmp_path / name
+        run.mkdir()
+        recipe = RECIPE.replace("MODEL", "base").replace("KIND", "lora").replace("SPEC", "mine")
+        (run / "recipe.resolved.yaml").write_text(recipe.replace("SUITES", str(suite.path)))
+        for arm, place, output in (("zero_shot", "baseline", "no"), ("tuned", "eval", "yes")):
+            records = score_records(
+                suite,
+                [
+                    {
+                        "item": item.id, "arm": arm, "cluster": item.cluster, "source": item.source, "tags": item.tags,
+                        "prompt": item.asked, "reference": item.reference, "output": output, "prompt_tokens": 5,
+                        "output_tokens": 3, "finish_reason": "stop", "latency_seconds": 0.1, "scores": {},
+                    }
+                    for item in items
+                ],
+            )  # fmt: skip
+            summary = summarise_arm(
+                suite, records, arm=arm, seconds=1.0, key="k", items_digest=items_digest(items),
+                adapter_sha256=None, batch_size=8, template_sha256="t" * 64,
+            )  # fmt: skip
+            write_arm(run / place / "task", summary, records)
         return run
 
     return make
