@@ -16,6 +16,7 @@ BENCHMARKS = {
     "startup": [],
     "spine": [],
     "sft_speed": [],
+    "dpo_speed": [],
     "data_reading": [],
     "near_duplicates": [],
     "evaluation_speed": [],
