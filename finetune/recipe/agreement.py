@@ -60,7 +60,9 @@ def _check_quantized(model: ModelSection, adapter: AdapterSection) -> None:
         )
 
 
-def check_preference_agrees(adapter: AdapterSection, train: TrainSection, long_rows: str) -> None:
+def check_preference_agrees(
+    adapter: AdapterSection, train: TrainSection, *, long_rows: str, train_on: str
+) -> None:
     """Raise where a preference method cannot be with what another section asks for."""
     if train.method not in PREFERENCE_METHODS:
         return
@@ -88,6 +90,12 @@ def check_preference_agrees(adapter: AdapterSection, train: TrainSection, long_r
     if not train.loss.is_plain or train.loss.neftune_alpha:
         raise refused(
             "train.loss", f"it is the loss of sft; {train.method} has its own", fix="leave out train.loss"
+        )
+    if train_on != "all":
+        raise refused(
+            "data.train_on",
+            f"{train.method} learns from the answers that are compared, and from no turn of the prompt",
+            fix="leave out data.train_on",
         )
     if long_rows == "split":
         raise refused(

@@ -147,7 +147,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         check_sections_agree(self.model, self.adapter, self.train)
-        check_preference_agrees(self.adapter, self.train, self.data.long_rows)
+        check_preference_agrees(
+            self.adapter, self.train, long_rows=self.data.long_rows, train_on=self.data.train_on
+        )
         return self
 
 
