@@ -16,6 +16,12 @@ from typing import Any
 from finetune.errors import UserError, did_you_mean
 
 _KINDS = {"recipes": b"recipe", "data": b"dataset", "eval": b"suite"}  # folder -> its version key
+_NOT_WRITABLE = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT,
+        errno.ENAMETOOLONG,
+    }
+)  # fmt: skip
 _VERSION_KEY = re.compile(rb"^(recipe|dataset|suite):", re.MULTILINE)
 
 
@@ -96,7 +102,7 @@ def disk_faults(path: Path) -> Iterator[None]:
                 f"no space left while writing {path}",
                 fix="free some space, or choose a folder on another disk (for runs: --run-dir or FINETUNE_RUNS)",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        if error.errno in _NOT_WRITABLE:
             raise UserError(
                 f"cannot write {path}: {error.strerror}",
                 fix="choose a folder you may write to, or mend its permissions",

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
 
 PerHourOption = Annotated[
     float | None,
-    typer.Option("--price-per-hour", min=0.0, help="Price of your machine for an hour; prices every query."),
+    typer.Option(
+        "--price-per-hour", min=0.0, max=1e12, help="Price of your machine for an hour; prices every query."
+    ),
 ]
 InputPriceOption = Annotated[
-    float | None, typer.Option("--input-price", min=0.0, help="Price of a million prompt tokens instead.")
+    float | None,
+    typer.Option("--input-price", min=0.0, max=1e12, help="Price of a million prompt tokens instead."),
 ]
 OutputPriceOption = Annotated[
     float | None,
-    typer.Option("--output-price", min=0.0, help="Of a million output tokens; default: the same."),
+    typer.Option("--output-price", min=0.0, max=1e12, help="Of a million output tokens; default: the same."),
 ]
 
 

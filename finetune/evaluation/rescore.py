@@ -33,17 +33,29 @@ def parse_scorer(text: str) -> ScorerSection:
             fix="write parameters as in --scorer 'numeric:{tolerance: 0.1}'",
         )
     metric = parameters.pop("metric", None)
+    if not isinstance(metric, (str, type(None))):
+        raise UserError(f"metric: {metric!r} is not a name", where="--scorer", fix="write it in quotes")
     return ScorerSection(scorer=name.strip(), metric=metric, parameters=parameters)
 
 
 def with_scorers(suite: Suite, added: Sequence[ScorerSection]) -> Suite:
-    """The suite with more metrics; a metric of the same name is replaced. Raises UserError for a scorer of other tasks."""
+    """The suite with more metrics. Raises UserError for a scorer of other tasks, and for another scorer under the name
+    of a metric of the suite itself: gates go on reading that name as what the suite says it is."""
     unfit = [one.scorer for one in added if not fits(suite, one)]
     if unfit:
         raise UserError(
             f"'{unfit[0]}' scores suites with task: {find_scorer(unfit[0]).task}, and {suite.name} has task: {suite.task}",
             where="--scorer",
             fix="name the suites that it fits with --suite",
+        )
+    own = {one.name: one for one in suite.scoring}
+    taken = [one.name for one in added if own.get(one.name, one) != one]
+    if taken:
+        raise UserError(
+            f"'{taken[0]}' is a metric of suite {suite.name} itself",
+            where="--scorer",
+            why="other commands would take the new scores for the suite's own",
+            fix=f"give it a name with `metric: …`, or change the scorer in {suite.path}",
         )
     names = {one.name for one in added}
     kept = [one for one in suite.scoring if one.name not in names]

@@ -22,6 +22,7 @@ from finetune.evaluation.records import (
     records_path,
     summary_path,
 )
+from finetune.evaluation.reviewed import run_folder_of
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.paths import read_json, runs_root
 
@@ -215,9 +216,9 @@ def _past_run(name: str) -> Path | None:
 
 
 def find_suite(name: str, *places: str) -> Suite:
-    """A suite by path or name, as the first run folder among `places` knows it."""
-    runs = [Path(place).expanduser() for place in places]
-    run = next((path for path in runs if (path / "recipe.resolved.yaml").is_file()), None)
+    """A suite by path or name, as the first run folder among `places`, or with one of them in it, knows it."""
+    runs = [run_folder_of(Path(place).expanduser() / "answers") for place in places]
+    run = next((path for path in runs if path is not None), None)
     return RunAnswers.open(run).suite(name) if run is not None else load_suite(name)
 
 

@@ -151,3 +151,20 @@ def test_edited_answers_are_given_again(make_answered_run: Any) -> None:
     assert set(saved_answers([folder], "tuned", wanted).by_key) == wanted
     write_jsonl(run / TUNED, [{**record, "output": "mine"} for record in keyed])
     assert saved_answers([folder], "tuned", wanted).by_key == {}
+
+
+def test_files_in_a_run_folder_find_its_suite(
+    make_answered_run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_answered_run()
+    monkeypatch.chdir(run.parent.parent)
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", "compare", str(run / BASE), str(run / TUNED), "--json"])
+    assert stop.value.code == 0
+    assert json.loads(capsys.readouterr().out)["comparisons"][0]["fixed"] == 40
+
+
+def test_prices_are_finite(make_answered_run: Any, refused: Any) -> None:
+    run = make_answered_run()
+    assert "--price-per-hour" in refused("eval", "compare", run / BASE, run, "--price-per-hour", "inf")
+    assert "--price-per-hour" in refused("eval", "compare", run / BASE, run, "--price-per-hour", "nan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -71,6 +72,8 @@ def test_a_local_metric_of_evaluate_scores_each_answer(tmp_path: Path) -> None:
     assert (score("a", "a", None), score("a", "b", None)) == (1.0, 0.0)
     bonus: dict[str, Any] = {"path": str(tmp_path / "same"), "key": "same", "arguments": {"bonus": 0.5}}
     assert make_scorer("evaluate_metric", bonus)("a", "b", None) == 0.5
+    with pytest.raises(UserError, match="same' gave no number: TypeError"):
+        make_scorer("evaluate_metric", bonus | {"arguments": {"bonus": "x"}})("a", "b", None)
     with pytest.raises(UserError, match="gives no 'other'"):
         make_scorer("evaluate_metric", {"path": str(tmp_path / "same"), "key": "other"})("a", "a", None)
 
@@ -115,6 +118,9 @@ def test_a_metric_of_the_hub_is_loaded_by_its_revision(monkeypatch: pytest.Monke
         ("return 'good'", "gave no number: ValueError"),
         ("return float('nan')", "gave nan"),
         ("return float('inf')", "gave inf"),
+        ("return 10 ** 400", "gave no number: OverflowError"),
+        ("raise SystemExit(3)", "gave no number: SystemExit"),
+        ("return faulty(output, reference)", "gave no number: RecursionError"),
     ],
 )
 def test_a_function_without_a_number_is_named_with_the_item(
@@ -126,6 +132,32 @@ def test_a_function_without_a_number_is_named_with_the_item(
     with pytest.raises(UserError, match=message) as caught:
         score_records(suite, [record])
     assert "item-7" in str(caught.value)
+
+
+def test_what_a_function_prints_is_no_answer_of_the_command(
+    module: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module.write_text("print('loaded')\ndef loud(output, reference):\n    print('noise')\n    return 1.0\n")
+    assert make_scorer("python", {"function": "my_scorers:loud"})("a", "b", None) == 1.0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "loaded\nnoise\n")
+
+
+def test_a_module_that_cannot_be_loaded_is_named(module: Path) -> None:
+    for body in ("1 / 0\n", "def broken(:\n", "raise SystemExit\n"):
+        module.write_text(body)
+        importlib.invalidate_caches()
+        with pytest.raises(UserError, match="the module of 'my_scorers:own' cannot be loaded"):
+            make_scorer("python", {"function": "my_scorers:own"})
+
+
+def test_a_metric_of_the_suite_keeps_its_meaning(suite: Suite) -> None:
+    """A gate reads the suite's metrics by name: another scorer under that name would decide it."""
+    with pytest.raises(UserError, match="'exact_match' is a metric of suite"):
+        with_scorers(suite, [parse_scorer("regex:{pattern: a, metric: exact_match}")])
+    assert with_scorers(suite, [parse_scorer("exact_match")]).metrics == [*suite.metrics[1:], "exact_match"]
+    with pytest.raises(UserError, match="metric: 5 is not a name"):
+        parse_scorer("regex:{pattern: a, metric: 5}")
 
 
 def test_a_function_may_take_the_items_check_and_arguments(module: Path) -> None:
@@ -223,6 +255,18 @@ def test_code_sees_none_of_our_variables_and_leaves_nothing(
     before = set(os.listdir("."))  # noqa: PTH208
     assert runs("import os", "assert 'MY_SECRET' not in os.environ; open('trace', 'w').write('x')") == 1.0
     assert set(os.listdir(".")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "import os\nif os.fork() == 0:\n    os._exit(0)",
+        "import subprocess\nsubprocess.run(['/bin/true'])",
+        "import threading\nthreading.Thread(target=print).start()",
+    ],
+)
+def test_code_starts_no_process_not_even_as_root(runs: Any, output: str) -> None:
+    assert runs(output, "pass") == 0.0
 
 
 def test_what_the_code_started_is_ended_with_it(runs: Any, tmp_path: Path) -> None:

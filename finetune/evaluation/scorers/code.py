@@ -20,8 +20,21 @@ ALLOW_CODE = "FINETUNE_ALLOW_CODE_EXECUTION"
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 # Limits are set inside the child, before it reads a line of what the model wrote.
 _GUARD = """\
-import resource, sys
+import os, resource, sys
 seconds, megabytes = int(sys.argv[1]), int(sys.argv[2])
+if sys.platform == "linux" and os.geteuid() == 0:
+    # Linux counts no processes of root: have them counted as another user's, without the capabilities that lift limits.
+    import ctypes
+    libc, lifting = ctypes.CDLL(None), (21, 24)  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE
+    words = ctypes.c_uint32 * 6  # effective, permitted, inheritable; twice 32 capabilities
+    header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), words()
+    for capability in lifting:
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: nothing that is started gets them back
+    os.setresuid(65534, 0, 0)
+    libc.capget(header, held)
+    for place in range(3):
+        held[place] &= ~sum(1 << capability for capability in lifting) & 0xFFFFFFFF
+    libc.capset(header, held)
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -38,8 +51,8 @@ def make_runs_code(
     """1.0 when the answer's Python code, followed by the item's `check.tests`, ends without an error.
 
     Off unless the environment variable FINETUNE_ALLOW_CODE_EXECUTION is 1. The code runs in a process of its own with
-    limits on CPU, memory, file size and open files (and, for users other than root, no process of its own), in an empty
-    folder, without this environment's variables. These are limits, not a jail: it can read what this user can read and
+    limits on CPU, memory, file size and open files, without a process of its own, in an empty folder, without this
+    environment's variables. These are limits, not a jail: it can read what this user can read and
     reach the network. Use a container for models that you do not trust.
     """
     if os.environ.get(ALLOW_CODE) != "1":

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,17 @@ def make_python(
     """
     module_name, _, name = function.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        with redirect_stdout(sys.stderr):
+            found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"there is no function '{function}': {error}",
             fix="write it as package.module:function, of a package that this environment can import",
         ) from None
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is loaded
+        raise UserError(
+            f"the module of '{function}' cannot be loaded: {type(error).__name__}: {error}", fix="mend it"
+        ) from error
     return call_function(found, function, arguments or {})
 
 
@@ -55,8 +62,9 @@ def call_function(function: Callable[..., Any], name: str, arguments: Mapping[st
     def python(output: str, reference: str, check: Any) -> float:
         given = (output, reference, check) if wants_check else (output, reference)
         try:
-            return float(function(*given, **arguments))
-        except Exception as error:  # whatever a stranger's code raises
+            with redirect_stdout(sys.stderr):  # what it prints must not mix with a command's answer
+                return float(function(*given, **arguments))
+        except (Exception, SystemExit) as error:  # whatever a stranger's code raises
             raise UserError(
                 f"the scorer function {name} gave no number: {type(error).__name__}: {error}",
                 fix="mend the function: it must return a number for every answer",
@@ -83,11 +91,19 @@ def make_evaluate_metric(
     options = dict(arguments or {})
 
     def evaluate_metric(output: str, reference: str) -> float:
-        found = metric.compute(predictions=[output], references=[reference], **options)
-        if key not in found:
-            raise UserError(f"the metric gives no '{key}'", fix=f"one of: {', '.join(found)}")
-        value = found[key]
-        return float(value[0] if isinstance(value, list) and len(value) == 1 else value)
+        try:
+            with redirect_stdout(sys.stderr):
+                found = metric.compute(predictions=[output], references=[reference], **options)
+            value = found.get(key)
+            one = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if one is not None:
+                return float(one)
+        except Exception as error:  # whatever a stranger's code raises
+            raise UserError(
+                f"the metric '{path}' gave no number: {type(error).__name__}: {error}",
+                fix="mend its script or `arguments`",
+            ) from error
+        raise UserError(f"the metric gives no '{key}'", fix=f"one of: {', '.join(found)}")
 
     return evaluate_metric
 
