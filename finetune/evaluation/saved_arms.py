@@ -217,7 +217,8 @@ def _past_run(name: str) -> Path | None:
 
 def find_suite(name: str, *places: str) -> Suite:
     """A suite by path or name, as the first run folder among `places`, or with one of them in it, knows it."""
-    runs = [run_folder_of(Path(place).expanduser() / "answers") for place in places]
+    paths = [Path(place).expanduser() for place in places]
+    runs = [run_folder_of(path.parent if path.is_file() else path / "eval") for path in paths]
     run = next((path for path in runs if path is not None), None)
     return RunAnswers.open(run).suite(name) if run is not None else load_suite(name)
 
