@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,17 +78,20 @@ class _Index:
         grams, item_of, short, tokens = _all_grams(items, n)
         self.too_short = np.flatnonzero(short)
         self._n_tokens = tokens
-        distinct, which, n_items = _count_items(grams, item_of)
+        order = np.argsort(grams, kind="stable")  # so that the items of each n-gram stay in order
+        grams, item_of = grams[order], item_of[order]
+        begins = _differs(grams)
+        starts = np.flatnonzero(begins)
+        lengths = np.diff(starts, append=len(grams))
+        is_new_item = (begins | _differs(item_of)).astype(np.int64)
+        n_items = np.add.reduceat(is_new_item, starts) if len(starts) else lengths
         is_own = n_items > max(_OWN_WORDING_ITEMS, _OWN_WORDING_SHARE * len(items))
         is_own &= without_own_wording
         self.own_wording = int(is_own.sum())
-        kept = ~is_own[which]
-        grams, item_of = grams[kept], item_of[kept]
-        order = np.lexsort((item_of, grams))
-        self._items = item_of[order]
-        self._distinct = distinct[~is_own]
-        self._starts = np.searchsorted(grams[order], self._distinct, side="left")
-        self._ends = np.searchsorted(grams[order], self._distinct, side="right")
+        self._items = item_of[np.repeat(~is_own, lengths)]
+        self._distinct = grams[starts[~is_own]]
+        self._ends = np.cumsum(lengths[~is_own])
+        self._starts = self._ends - lengths[~is_own]
         self._texts = items
         # One bit of 24 settles most look-ups, since most n-grams of training rows are in no item.
         self._filter = np.zeros(1 << _FILTER_BITS, bool)
@@ -154,11 +158,11 @@ def _gram_batches(items: Texts, n: int) -> Iterator[tuple[int, TokenHashes, Rows
         yield first, ngrams(tokens, n), tokens.counts
 
 
-def _count_items(grams: Hashes, item_of: Rows) -> tuple[Hashes, Rows, Rows]:
-    """The distinct n-grams, which of them each n-gram is, and in how many items each occurs."""
-    distinct, which = np.unique(grams, return_inverse=True)
-    pairs = np.unique(np.stack([which, item_of]), axis=1)
-    return distinct, which, np.bincount(pairs[0], minlength=len(distinct))
+def _differs(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether each value is another than the one before it; the first is."""
+    differs = np.ones(len(values), bool)
+    differs[1:] = values[1:] != values[:-1]
+    return differs
 
 
 def _covered(places: Rows, n: int, n_tokens: int) -> int:

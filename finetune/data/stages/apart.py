@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from finetune.data.stages.guard import (
     IN_FILE,
     NEAR,
     NGRAM,
+    Lost,
     lose_near,
     lose_quotes,
     shared_wording,
@@ -28,6 +30,7 @@ from finetune.data.wording import NO_WORDING, SharedWording
 
 WORDING = "wording.json"
 EVALUATION: tuple[Side, ...] = SIDES[1:]
+TRAIN: tuple[Side, ...] = SIDES[:1]
 
 
 def choose_apart(
@@ -48,60 +51,67 @@ def choose_apart(
     wording = shared_wording(table, verdicts.kept) if guard.is_on else NO_WORDING
     if wording:
         wording.write(work.out / WORDING)
-    chosen: dict[Side, Ints] = {}
-    for phase, sides, low, high in (("evaluation", EVALUATION, 0.0, 0.2), ("train", SIDES[:1], 0.2, 1.0)):
-        rows = verdicts.kept
-        if phase == "evaluation":
-            rows = rows[side[rows] != SIDES.index("train")]
-        _guard(table, side, rows, guard, wording, verdicts, work, phase, part_of(on_progress, low, high))
-        if phase == "train":
-            _drop_quotes_of(evaluations, table, side, guard, wording, verdicts)
-        chosen |= choose(table, side, spec.select, spec.seed, verdicts, spec.weights, of=sides)
+    guarding = _Guarding(table, side, guard, wording, verdicts, work)
+    guarding.keep_apart(EVALUATION, part_of(on_progress, 0.0, 0.2))
+    chosen = choose(table, side, spec.select, spec.seed, verdicts, of=EVALUATION)
+    guarding.keep_apart(TRAIN, part_of(on_progress, 0.2, 1.0))
+    guarding.drop_quotes_of(evaluations)
+    chosen |= choose(table, side, spec.select, spec.seed, verdicts, spec.weights, of=TRAIN)
     on_progress(1.0)
     return chosen
 
 
-def _guard(
-    table: RowTable,
-    side: SideCodes,
-    rows: Ints,
-    section: GuardSection,
-    wording: SharedWording,
-    verdicts: Verdicts,
-    work: WorkFolder,
-    phase: str,
-    on_progress: Progress,
-) -> None:
-    """Drop what is on two sides of `rows` although no key shows it."""
-    threshold = section.near_duplicates
-    if threshold is not None:
-        near_to = part_of(on_progress, 0.0, 0.5)
-        lost = work.remembered(
-            f"near-{phase}", lambda: vars(lose_near(table, side, rows, threshold, wording, near_to))
-        )
-        verdicts.drop(NEAR, lost["rows"], lost["cause"], side[lost["cause"]])
-        rows = np.setdiff1d(rows, lost["rows"])
-    if section.counts_ngrams:
-        quotes_to = part_of(on_progress, 0.5, 1.0)
-        lost = work.remembered(
-            f"quotes-{phase}", lambda: vars(lose_quotes(table, side, rows, section, wording, quotes_to))
-        )
-        verdicts.drop(NGRAM, lost["rows"], lost["cause"], side[lost["cause"]])
+@dataclass(frozen=True)
+class _Guarding:
+    """What is dropped because nearly the same, or a part of it, is on a side that goes before."""
 
+    table: RowTable
+    side: SideCodes
+    section: GuardSection
+    wording: SharedWording
+    verdicts: Verdicts
+    work: WorkFolder
 
-def _drop_quotes_of(
-    evaluations: Sequence[Questions],
-    table: RowTable,
-    side: SideCodes,
-    section: GuardSection,
-    wording: SharedWording,
-    verdicts: Verdicts,
-) -> None:
-    """Drop train rows that hold what another evaluation asks."""
-    for questions in evaluations:
-        kept = verdicts.kept
-        train = kept[side[kept] == SIDES.index("train")]
-        found = train_overlaps(table, train, questions, section, wording)
-        verdicts.drop(IN_FILE, train[found.rows])
-        named = zip(train[found.rows].tolist(), found.items.tolist(), strict=True)
-        verdicts.because_of |= {row: questions.ids[item] for row, item in named}
+    def keep_apart(self, of: tuple[Side, ...], on_progress: Progress) -> None:
+        """Compare rows of the sides in `of` with those that go before, and drop what is not kept apart."""
+        codes = [SIDES.index(name) for name in of]
+        threshold, phase = self.section.near_duplicates, "-".join(of)
+        if threshold is not None:
+            near_to = part_of(on_progress, 0.0, 0.5)
+            self._drop(
+                NEAR,
+                f"near-{phase}",
+                lambda: lose_near(self.table, self.side, self._rows(of), threshold, self.wording, near_to),
+                codes,
+            )
+        if self.section.counts_ngrams:
+            quotes_to = part_of(on_progress, 0.5, 1.0)
+            self._drop(
+                NGRAM,
+                f"quotes-{phase}",
+                lambda: lose_quotes(
+                    self.table, self.side, self._rows(of), self.section, self.wording, quotes_to, of=of
+                ),
+                codes,
+            )
+
+    def drop_quotes_of(self, evaluations: Sequence[Questions]) -> None:
+        """Drop train rows that hold what another evaluation asks."""
+        for questions in evaluations:
+            kept = self.verdicts.kept
+            train = kept[self.side[kept] == SIDES.index("train")]
+            found = train_overlaps(self.table, train, questions, self.section, self.wording)
+            self.verdicts.drop(IN_FILE, train[found.rows])
+            named = zip(train[found.rows].tolist(), found.items.tolist(), strict=True)
+            self.verdicts.because_of |= {row: questions.ids[item] for row, item in named}
+
+    def _rows(self, of: tuple[Side, ...]) -> Ints:
+        """What is left of the sides in `of` and of those that go before them."""
+        kept = self.verdicts.kept
+        return kept if "train" in of else kept[self.side[kept] != SIDES.index("train")]
+
+    def _drop(self, reason: str, key: str, find: Callable[[], Lost], codes: list[int]) -> None:
+        found = self.work.remembered(key, lambda: vars(find()))
+        lost, cause = found["rows"], found["cause"]
+        assert np.isin(self.side[lost], codes).all(), "chosen rows of other sides stay"
+        self.verdicts.drop(reason, lost, cause, self.side[cause])

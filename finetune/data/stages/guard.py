@@ -5,7 +5,7 @@ Evaluation wins: of two rows on different sides, the one on the side that goes l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from finetune.data.curate.near import find_near_duplicates
 from finetune.data.curate.tokens import hash_tokens, ngrams
 from finetune.data.overlap import Overlaps, equal_texts, find_overlaps
 from finetune.data.questions import Questions
-from finetune.data.rows import Progress, Row
+from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec_split import GuardSection
 from finetune.data.stages.sides import PRECEDENCE, SideCodes
 from finetune.data.stages.table import Ints, RowTable
@@ -120,10 +120,12 @@ def quotes(
     section: GuardSection,
     wording: SharedWording,
     on_progress: Progress = lambda share: None,
+    *,
+    of: Sequence[Side] = SIDES,
 ) -> Pairs:
-    """Rows that hold what a row of a side before theirs asks, each with the first such row that was found."""
+    """Rows of the sides in `of` that hold what a row of a side before theirs asks, each with one such row."""
     parts: list[Pairs] = []
-    for code in np.argsort(PRECEDENCE)[1:].tolist():
+    for code in [code for code in np.argsort(PRECEDENCE)[1:].tolist() if SIDES[code] in of]:
         own = rows[side[rows] == code]
         before = rows[PRECEDENCE[side[rows]] < PRECEDENCE[code]]
         if not len(own) or not len(before):
@@ -202,11 +204,13 @@ def lose_quotes(
     section: GuardSection,
     wording: SharedWording,
     on_progress: Progress,
+    *,
+    of: Sequence[Side] = SIDES,
 ) -> Lost:
-    """What must go of `rows` so that no row holds what a row of a side before its own asks."""
+    """What must go of `rows` so that no row of the sides in `of` holds what a row of a side before its own asks."""
     lost, causes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     while True:
-        pairs = quotes(table, side, rows, section, wording, on_progress)
+        pairs = quotes(table, side, rows, section, wording, on_progress, of=of)
         found = _losers(pairs, side, table.place)
         lost.append(found.rows)
         causes.append(found.cause)
