@@ -19,6 +19,7 @@ BENCHMARKS = {
     "dpo_speed": [],
     "data_reading": [],
     "near_duplicates": [],
+    "data_build": [],
     "evaluation_speed": [],
     "memory_forecast": [],
     "stats_calibration": [],
