@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,6 +233,36 @@ def test_worker_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     there = build_dataset(spec, tmp_path / "there", piece_bytes=4000, runner=runner.LocalRunner(2))
     assert there.manifest == here.manifest
     assert there.by_side == here.by_side
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, ROWS, {"shares": THREE_WAYS})
+    code = (
+        "import pathlib, sys, time\n"
+        "from finetune.data.build import build_dataset\n"
+        "from finetune.data.stages import runner\n"
+        "if __name__ == '__main__':\n"
+        "    runner._SMALL_BYTES = 0\n"
+        "    def wait(share):\n"
+        "        print('reading', flush=True)\n"
+        "        time.sleep(600)\n"
+        "    build_dataset(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), piece_bytes=500,\n"
+        "                  runner=runner.LocalRunner(2), on_progress=wait)\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, program, spec, tmp_path / "builds"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
 
 
 def test_a_change_of_the_split_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
