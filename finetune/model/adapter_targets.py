@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from finetune.errors import Fault, UserError, did_you_mean
+from finetune.model.reward import SCORE_HEAD
 from finetune.recipe.adapter_section import TARGETED, AdapterSection
 
 ALL_LINEAR = "all-linear"
@@ -260,8 +261,9 @@ def layer_container(model: nn.Module) -> tuple[str, int]:
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
+    """The head of a language model, or that of a reward model, which is trained whole."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return head
+    return head if head is not None else getattr(model, SCORE_HEAD, None)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from finetune.model.adapter_starts import lora_layers, start_adapter
 from finetune.model.adapter_targets import check_adapter
 from finetune.model.held_start import HeldHalves
 from finetune.model.quantization import codes_of
+from finetune.model.reward import SCORE_HEAD, is_reward_model
 from finetune.model.source import ModelSource
 from finetune.model.virtual_tokens import align_virtual_tokens
 from finetune.recipe.schema import AdapterSection
@@ -51,11 +52,16 @@ def attach_adapter(
     if section.kind == "none":
         raise UserError("adapter.kind is none: there is no adapter to attach", where="adapter.kind")
     refuse_second_adapter(model)
+    if is_reward_model(model):  # its head is new, and trained whole
+        saved = [*section.modules_to_save, SCORE_HEAD]
+        section = section.model_copy(update={"modules_to_save": saved})
     check_adapter(model, section)
     from peft import get_peft_model
 
     biases = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith(".bias")}
     config = peft_config(Attachment(model, section, seed, token_rows))
+    if is_reward_model(model):
+        config.task_type = "SEQ_CLS"
     with torch.random.fork_rng(devices=[]):
         wrapped = get_peft_model(model, config)
     start_adapter(wrapped, section, seed=seed, source=source, batches=batches)

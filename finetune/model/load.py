@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from finetune.model.quantization import (
     keep_int8_scales,
     quantization_config,
 )
+from finetune.model.reward import MISSING_SCORE, SCORE_HEAD, quiet_loading, start_score
 from finetune.model.source import ModelSource, read_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -96,15 +98,17 @@ def load_model(
     attention: str = "sdpa",
     trust_remote_code: bool | str = False,
     device: str | None = None,
+    score_seed: int | None = None,
 ) -> Any:
     """The base model with weights of `dtype`, in eval mode, nothing frozen and no adapter.
 
     `quantize` is none, nf4, fp4 or int8; the head, tied or not, is never quantized. `attention` is 'document' (packed
     rows, see attention.py), 'auto' (the same: it is plain SDPA where nothing is packed), 'sdpa' or 'eager'. Weights
     are mapped from the file and placed tensor by tensor, so the peak is one model, not two. `device` defaults to this
-    process's GPU, else the CPU. Raises UserError before any weight is read where the configuration suffices to tell.
+    process's GPU, else the CPU. With `score_seed` it is a reward model (see reward.py), whose head starts from that seed
+    unless the folder holds one. Raises UserError before any weight is read where the configuration suffices to tell.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     place = device or default_device()
     config = read_config(source)
@@ -127,16 +131,25 @@ def load_model(
         **_remote_code(trust_remote_code),
     }
     bnb = quantization_config(quantize, dtype=DTYPES[dtype], double_quantization=double_quantization)
+    scores = score_seed is not None
+    if scores:
+        options["num_labels"] = 1
     if bnb is not None:
+        bnb.llm_int8_skip_modules = [SCORE_HEAD] if scores else None
         options["quantization_config"] = bnb
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
+        with quiet_loading() if scores else nullcontext():  # that the head is new is no news
+            model, report = kind.from_pretrained(source.path, output_loading_info=True, **options)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{source.id} cannot be loaded: {_first_line(error)}",
             where="model.id",
             fix="check that the folder was saved by transformers for a causal language model",
         ) from error
+    if score_seed is not None and MISSING_SCORE in report["missing_keys"]:
+        report["missing_keys"] = set(report["missing_keys"]) - {MISSING_SCORE}
+        start_score(model, score_seed)
     _check_complete(source, report)
     disable_cpu_repacking(model)
     keep_int8_scales(model)

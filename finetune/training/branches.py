@@ -21,6 +21,7 @@ from finetune.data.packing import pack
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.data.row_tokens import IGNORED
 from finetune.model.documents import branch_mask, find_segments
+from finetune.model.reward import scored_place
 
 
 @dataclass
@@ -64,16 +65,17 @@ def make_packs(
 
 
 class _Row:
-    """A row being laid out."""
+    """A row being laid out. `pad_id`: see `scored_place`."""
 
-    def __init__(self) -> None:
+    def __init__(self, pad_id: int | None) -> None:
+        self.pad_id = pad_id
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.segments: list[tuple[int, int, int, int]] = []
         self.sources: list[int] = []
         self.targets: list[int] = []
         self.lengths: list[int] = []  # targets of each answer
-        self.last: list[int] = []  # place of each answer's last token in the row
+        self.last: list[int] = []  # place in the row at which each answer is scored as a whole
 
     def add(self, example: AnsweredPrompt, *, share_prompts: bool, whole_answers: bool) -> None:
         start = len(self.ids)
@@ -90,7 +92,7 @@ class _Row:
             elif own:
                 self.segments.append((first, len(self.ids), start, start + len(example.prompt)))
             self._predict(answer.labels, start + len(example.prompt) - 1, first)
-            self.last.append(len(self.ids) - 1)
+            self.last.append(first + scored_place(own, self.pad_id))
 
     def _extend(self, ids: list[int], position: int) -> None:
         self.ids += ids
@@ -107,7 +109,9 @@ class _Row:
 
 @dataclass(frozen=True)
 class BranchCollator:
-    """Lays the examples of one micro-batch into one row [1, T]. `whole_answers`: keep each answer's last token.
+    """Lays the examples of one micro-batch into one row [1, T].
+
+    `whole_answers`: keep each answer's last token; `pad_id`: the padding token of a model that scores whole texts.
 
     Returns input_ids and position_ids [1, T], branches [S, 4], sources and targets [M], answer_lengths and last_places
     [A], and where known reference [A] and wanted [examples].
@@ -115,9 +119,10 @@ class BranchCollator:
 
     share_prompts: bool
     whole_answers: bool = False
+    pad_id: int | None = None
 
     def __call__(self, packs: Sequence[Pack]) -> dict[str, Any]:
-        row = _Row()
+        row = _Row(self.pad_id)
         examples = [example for members in packs for example in members.examples]
         for example in examples:
             row.add(example, share_prompts=self.share_prompts, whole_answers=self.whole_answers)

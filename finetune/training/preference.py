@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.source import ModelSource
-from finetune.recipe.preference_section import REFERENCE_METHODS, PreferenceSection
+from finetune.recipe.preference_section import REFERENCE_METHODS, Method, PreferenceSection
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_trainer import AnswerTrainer
@@ -61,7 +61,7 @@ def train_preference(
         owner=owner,
         settings=settings,
         tally=StepTally(),
-        collator=BranchCollator(share),
+        collator=_collator(settings.method, model, share),
         train_packs=packs[0],
         validation_packs=packs[1] if len(packs[1]) else None,
         model=model,
@@ -92,6 +92,13 @@ def _make_trainer(
         arguments = DPOConfig(**shared, discopop_tau=section.discopop_tau, max_length=None)
         return ExactDpoTrainer(args=arguments, starts_at_reference=section.reference == "start", **options)
     plain = TrainingArguments(**shared)
+    if method == "reward":
+        from trl import RewardConfig
+
+        from finetune.training.reward_trainer import ExactRewardTrainer
+
+        arguments = RewardConfig(**shared, center_rewards_coefficient=section.center_rewards, max_length=None)
+        return ExactRewardTrainer(args=arguments, **options)
     if method == "kto":
         from finetune.training.kto_trainer import ExactKtoTrainer
 
@@ -101,6 +108,13 @@ def _make_trainer(
     if method == "orpo":
         return ExactOrpoTrainer(args=plain, **options)
     return ExactCpoTrainer(args=plain, method=method, **options)
+
+
+def _collator(method: Method, model: Any, share: bool) -> BranchCollator:
+    """A reward model scores an answer as a whole, so that its last token has to be in the row."""
+    if method != "reward":
+        return BranchCollator(share)
+    return BranchCollator(share, whole_answers=True, pad_id=model.config.get_text_config().pad_token_id)
 
 
 def _for_kto(rows: Sequence[AnsweredPrompt], section: PreferenceSection) -> Sequence[AnsweredPrompt]:

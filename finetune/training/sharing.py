@@ -9,11 +9,10 @@ import torch
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.documents import attends_to_everything
-from finetune.training.branches import BranchCollator, Pack, by_answer, model_inputs
-from finetune.training.head import full_logits_nll
+from finetune.training.branches import BranchCollator, Pack, model_inputs
 
 _LONGEST_CHECK_TOKENS = 512
-# Relative to the answer's log-probability; an answer that sees another one, or wrong positions, is off by far more.
+# Relative to the state's norm; an answer that sees another one, or wrong positions, is off by far more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_PRECISION_TOLERANCE = 5e-2
 
@@ -34,13 +33,13 @@ def prompts_can_be_shared(model: Any, examples: Sequence[AnsweredPrompt]) -> boo
     was_training = model.training
     model.eval()
     try:
-        together, apart = (_scores(model, base, example, share) for share in (True, False))
+        together, apart = (_states(model, base, example, share) for share in (True, False))
     except (RuntimeError, TypeError, ValueError, KeyError):
         return False  # the model's layers do not take what tells them about branches
     finally:
         model.train(was_training)
     tolerance = _TOLERANCE.get(base.dtype, _HALF_PRECISION_TOLERANCE)
-    return bool(((together - apart).abs() <= tolerance * apart.abs().clamp(min=1.0)).all())
+    return bool(((together - apart).norm(dim=1) <= tolerance * apart.norm(dim=1)).all())
 
 
 def _shortened(example: AnsweredPrompt) -> AnsweredPrompt:
@@ -49,10 +48,10 @@ def _shortened(example: AnsweredPrompt) -> AnsweredPrompt:
     return AnsweredPrompt(example.row_id, example.prompt[-room:], example.answers, example.wanted)
 
 
-def _scores(model: Any, base: Any, example: AnsweredPrompt, share: bool) -> torch.Tensor:
-    """[A] log-probabilities of the answers."""
+def _states(model: Any, base: Any, example: AnsweredPrompt, share: bool) -> torch.Tensor:
+    """[A, D] hidden states at the answers' last tokens, from which everything about an answer is read."""
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in BranchCollator(share)([Pack([example])]).items()}
     inputs = model_inputs(batch, base.config._attn_implementation, base.dtype)
-    inputs |= {name: batch[name] for name in ("sources", "targets")}
-    return by_answer(-full_logits_nll(model, inputs), batch["answer_lengths"]).sum(dim=1)
+    hidden: torch.Tensor = base.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1)[batch["last_places"]].float()
