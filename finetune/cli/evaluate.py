@@ -319,13 +319,24 @@ def judge(
     chosen = answers.load_suites([suite] if suite is not None else None)[0]
     judging = Judge(
         find_judge(server=server, model=model, key=key, local=local, concurrency=concurrency),
-        rubric.read_text(encoding="utf-8") if rubric else "",
+        _rubric(rubric) if rubric else "",
     )
     arms = find_baseline(baseline, answers, chosen).records(), answers.tuned(chosen.name).records()
     found = judge_run(judging, chosen, *arms, run_folder=folder)
     _renew_report(folder)
     emit(found, "\n".join(judge_lines(found)), as_json=as_json)
     return int(found["exit_code"])
+
+
+def _rubric(path: Path) -> str:
+    from finetune.errors import UserError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read {path}: {error}", where="--rubric", fix="name a text file in UTF-8"
+        ) from None
 
 
 @app.command()

@@ -18,10 +18,10 @@ from finetune.evaluation.judge_model import TRIES, JudgeModel, Question, ask_jud
 from finetune.evaluation.pairing import pair_records
 from finetune.evaluation.records import Record, question_of
 from finetune.evaluation.repeats import first_answers
-from finetune.evaluation.reviewed import answer_digest, review_file
+from finetune.evaluation.reviewed import answer_digest, read_verdicts, review_file
 from finetune.evaluation.scorers.json_object import parse_object
 from finetune.evaluation.suite import Suite
-from finetune.paths import read_jsonl, write_json
+from finetune.paths import write_json
 from finetune.stats import compare
 from finetune.stats.agreement import agreement
 from finetune.stats.means import mean_interval
@@ -124,10 +124,12 @@ def summarise_judgements(
 ) -> dict[str, Any]:
     """Win rate of the tuned model (a tie is half) with a paired comparison, the missing ones, and the position bias.
 
-    Raises UserError when no item could be judged.
+    Raises UserError when no item that the judge was asked about could be judged: equal answers, which are ties without
+    asking, are then no verdict of the judge.
     """
     judged = [one for one in judgements if one["preference"] is not None]
-    if not judged:
+    asked = [one for one in judgements if one["said"]]
+    if not judged or (asked and not any(one["preference"] is not None for one in asked)):
         raise UserError(
             "the judge answered no item in the agreed form",
             fix="choose another judge, or look at its answers",
@@ -169,9 +171,9 @@ def judge_run(
     baseline, tuned = seen_records(suite, baseline, tuned)
     with Progress(f"judge {suite.name}", questions_of(baseline, tuned), "questions") as progress:
         judgements = judge_pairs(judge, baseline, tuned, on_reply=progress.advance)
-    path = review_file(run_folder)
-    lines = read_jsonl(path) if path.is_file() else []
-    read = {line["item"]: line for line in lines if line["suite"] == suite.name}
+    read = {
+        line["item"]: line for line in read_verdicts(review_file(run_folder)) if line["suite"] == suite.name
+    }
     found = summarise_judgements(judgements, margin=suite.margin, confidence=suite.confidence)
     found["calibration"] = calibrate(judgements, read, confidence=suite.confidence)
     found |= {"suite": suite.name, "judge": judge.model.name, "against": baseline[0]["arm"]}

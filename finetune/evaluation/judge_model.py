@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from finetune.digest import digest_json
 from finetune.errors import UserError
-from finetune.evaluation.server import ServerAway, ServerModel
-from finetune.paths import disk_faults, read_jsonl, runs_root
+from finetune.evaluation.server import ServerAwayError, ServerModel
+from finetune.paths import disk_faults, runs_root
 
 Found = TypeVar("Found")
 TRIES = 3
@@ -82,7 +82,7 @@ class ServedJudge:
             for place, one in enumerate(waiting):
                 try:
                     reply, away = one.result(), 0
-                except ServerAway:
+                except ServerAwayError:
                     reply, away = None, away + 1
                     if attempt == 0 and away >= min(_MOST_AWAY, len(questions)):
                         raise
@@ -226,12 +226,12 @@ def _parsed(reply: str | None, parse: Callable[[str], Found | None]) -> Found | 
 
 
 class _KeptReplies:
-    """Replies of one judge on disk, one JSON line each; a line that a crash cut off is as if never written."""
+    """Replies of one judge on disk, one JSON line each; a line that is damaged is as if never written."""
 
     def __init__(self, judge: JudgeModel) -> None:
         self._path: Path = runs_root() / "judgements" / f"{judge.identity[:16]}.jsonl"
-        lines = read_jsonl(self._path) if _mended(self._path) else []
-        self._replies: dict[str, str] = {line["key"]: line["reply"] for line in lines}
+        raw = self._path.read_bytes().split(b"\n") if _mended(self._path) else []
+        self._replies: dict[str, str] = dict(filter(None, map(_kept_reply, raw)))
 
     def get(self, question: Question) -> str | None:
         return self._replies.get(_key(question))
@@ -244,6 +244,15 @@ class _KeptReplies:
                 stream.write(json.dumps({"key": _key(question), "reply": reply}) + "\n")
                 stream.flush()
                 os.fsync(stream.fileno())
+
+
+def _kept_reply(line: bytes) -> tuple[str, str] | None:
+    try:
+        found = json.loads(line)
+        key, reply = found["key"], found["reply"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+    return (key, reply) if isinstance(key, str) and isinstance(reply, str) else None
 
 
 def _key(question: Question) -> str:

@@ -32,8 +32,10 @@ _TOO_LONG = re.compile(
     r"context.{0,24}(length|size|window)|max_new_tokens.{0,20}must be|input is too long", re.I
 )
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can hold half a surrogate pair; no file or tokenizer can
 
-class ServerAway(UserError):
+
+class ServerAwayError(UserError):
     """The server was busy, slow or unreachable at every try; a later one may do better, unlike a refusal."""
 
 
@@ -56,12 +58,10 @@ class ServerModel:
     def post(self, path: str, body: dict[str, Any], *, about: str = "") -> dict[str, Any]:
         """One request, tried again when the server is busy or away, after the time that it asks for.
 
-        about: what the request is for, named in every message. Raises ServerAway when it stays away, UserError when it
+        about: what the request is for, named in every message. Raises ServerAwayError when it stays away, UserError when it
         refuses.
         """
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/{path}", json.dumps(body).encode(), headers=self._headers()
-        )
+        request = self._request(path, body)
         for attempt in range(1, self.tries + 1):
             wait_seconds = self.wait_seconds * 2 ** (attempt - 1)
             try:
@@ -73,14 +73,28 @@ class ServerModel:
             except urllib.error.HTTPError as error:
                 said = error.read(2000).decode(errors="replace")
                 if error.code not in _RETRIED_STATUS or attempt == self.tries:
-                    kind = ServerAway if error.code in _RETRIED_STATUS else UserError
+                    kind = ServerAwayError if error.code in _RETRIED_STATUS else UserError
                     raise self.fault(f"answered {error.code}: {said[:300]}", kind, about=about) from None
                 wait_seconds = max(wait_seconds, _asked_to_wait(error.headers.get("Retry-After")))
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
                 if attempt == self.tries:
-                    raise self.fault(f"gave no usable answer: {error}", ServerAway, about=about) from None
+                    raise self.fault(
+                        f"gave no usable answer: {error}", ServerAwayError, about=about
+                    ) from None
             time.sleep(wait_seconds)
         raise AssertionError("unreachable: the last try returns or raises")
+
+    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
+        try:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError("it begins with neither http:// nor https://")
+            return urllib.request.Request(
+                f"{self.url.rstrip('/')}/{path}", json.dumps(body).encode(), headers=self._headers()
+            )
+        except ValueError as error:
+            raise UserError(
+                f"'{self.url}' is no URL of a server: {error}", fix="write it as http://localhost:8000/v1"
+            ) from None
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -166,12 +180,15 @@ def _ask(
     seconds = time.perf_counter() - started
     try:
         choice = found["choices"][0]
-        text, reason = str(choice["text"]), choice.get("finish_reason")
+        text, reason = choice["text"], choice.get("finish_reason")
         tokens = int(found["usage"]["completion_tokens"])
+        if not isinstance(text, str) or tokens < 0:
+            raise ValueError
     except (KeyError, IndexError, TypeError, ValueError):
         raise server.fault(
             f"answered in another format: {json.dumps(found)[:300]}", about=f"item {name}"
         ) from None
+    text = _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", text)
     cuts = [at for at in (text.find(stop) for stop in decoding.stop) if at >= 0]
     return Completion(
         place,

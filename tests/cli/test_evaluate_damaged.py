@@ -168,3 +168,32 @@ def test_prices_are_finite(make_answered_run: Any, refused: Any) -> None:
     run = make_answered_run()
     assert "--price-per-hour" in refused("eval", "compare", run / BASE, run, "--price-per-hour", "inf")
     assert "--price-per-hour" in refused("eval", "compare", run / BASE, run, "--price-per-hour", "nan")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        '{"item": "i0"}',
+        '{"suite": "task", "item": 3, "right": {}, "answers": {}}',
+        '{"suite": "task", "item": "i0", "right": null, "answers": null}',
+        '{"suite": "task", "item": "i0", "right": {"tuned": "yes"}, "answers": {"tuned": "x"}}',
+        '{"suite": "task", "item": "i0", "right": {"tuned": true}, "answers": {}}',
+    ],
+)
+def test_a_damaged_review_is_named_by_its_line(make_answered_run: Any, refused: Any, line: str) -> None:
+    run = make_answered_run()
+    (run / "eval" / "review.jsonl").write_text(line + "\n")
+    for command in (["gate", run], ["compare", run / BASE, run]):
+        said = refused("eval", *command)
+        assert "verdict number 1: this line is no verdict" in said
+
+
+def test_a_rubric_that_cannot_be_read_is_named(make_answered_run: Any, refused: Any, tmp_path: Path) -> None:
+    run = make_answered_run()
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "gone", tmp_path, tmp_path / "bytes"):
+        said = refused(
+            "eval", "judge", run, "--server", "http://127.0.0.1:9", "--model", "m", "--rubric", path
+        )
+        assert f"--rubric: cannot read {path}" in said

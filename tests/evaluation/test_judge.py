@@ -105,6 +105,14 @@ def test_a_reply_out_of_form_is_asked_again_and_then_missing(reply: str | None) 
         summarise_judgements(found, margin=0.02)
 
 
+def test_equal_answers_alone_are_no_verdict_of_a_judge_that_never_kept_to_the_form() -> None:
+    silent = ScriptedJudge(lambda first, second: "no idea")
+    found = judge_pairs(Judge(silent), _records("a", ["x", "same"]), _records("tuned", ["y", "same"]))
+    assert [one["preference"] for one in found] == [None, "tie"]
+    with pytest.raises(UserError, match="answered no item in the agreed form"):
+        summarise_judgements(found, margin=0.02)
+
+
 def test_missing_is_never_a_loss() -> None:
     def mostly(first: str, second: str) -> str:
         return "?" if "odd" in first + second else longer(first, second)
@@ -135,6 +143,7 @@ def test_replies_are_kept_and_not_asked_for_again(runs: Path) -> None:
 
     first = judge_pairs(Judge(ScriptedJudge(reply)), before, after)
     kept = next((runs / "judgements").iterdir())
+    kept.write_bytes(b'{}\n[1]\nx\n{"key": 1, "reply": 2}\n' + kept.read_bytes())
     with kept.open("a") as stream:
         stream.write('{"key": "cut o')  # a crash
     again = ScriptedJudge(longer)

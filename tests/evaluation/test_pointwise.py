@@ -20,7 +20,7 @@ from finetune.evaluation.reviewed import answer_digest
 from finetune.evaluation.scorers.judged import make_judge
 from finetune.evaluation.scoring import score_records, summarise
 from finetune.evaluation.screen import comparison_lines
-from finetune.evaluation.server import ServerAway, ServerModel
+from finetune.evaluation.server import ServerAwayError, ServerModel
 from finetune.evaluation.suite import Suite, load_suite
 
 SUITE = """\
@@ -226,7 +226,7 @@ def _ask(script: list[Any], n: int, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_timeout_is_asked_again_and_then_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    away = ServerAway("late")
+    away = ServerAwayError("late")
     script = ['{"pass": true}', away, '{"pass": false}', away, away]
     assert _ask(script, 3, monkeypatch, tmp_path) == [1.0, None, 0.0]
     script = ['{"pass": true}', {"choices": []}, '{"pass": true}']
@@ -236,8 +236,8 @@ def test_a_timeout_is_asked_again_and_then_missing(monkeypatch: pytest.MonkeyPat
 def test_a_server_that_is_gone_or_refuses_ends_the_judging(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ServerAway):
-        _ask([ServerAway("gone")] * 5 + ['{"pass": true}'] * 95, 100, monkeypatch, tmp_path)
+    with pytest.raises(ServerAwayError):
+        _ask([ServerAwayError("gone")] * 5 + ['{"pass": true}'] * 95, 100, monkeypatch, tmp_path)
     with pytest.raises(UserError, match="no such model"):
         _ask([UserError("no such model")] * 3, 3, monkeypatch, tmp_path)
 

@@ -74,11 +74,46 @@ def test_a_refusal_is_told_at_once_and_answers_are_kept(evaluate: Any, server: A
     assert len(server.asked) == asked + 10 - kept
 
 
-@pytest.mark.parametrize("answer", [b'{"choices":[]}', b'{"choices":[{"text":"a"}]}', b'{"error":"x"}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"choices":[]}',
+        b'{"choices":[{"text":"a"}]}',
+        b'{"error":"x"}',
+        b'{"choices":[{"text":null}],"usage":{"completion_tokens":1}}',
+        b'{"choices":[{"text":5}],"usage":{"completion_tokens":1}}',
+        b'{"choices":[{"text":"a"}],"usage":{"completion_tokens":-1}}',
+        b'{"choices":[{"text":"a"}],"usage":{"completion_tokens":NaN}}',
+    ],
+)
 def test_an_answer_in_another_format_is_named(evaluate: Any, server: Any, answer: bytes) -> None:
     server.faults = [(200, answer)] * 10
     with pytest.raises(UserError, match="answered in another format"):
         evaluate()
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b" ", b"[]", b"[" * 100_000, b'{"choices":'])
+def test_what_is_no_json_object_is_asked_again_and_then_told(
+    evaluate: Any, server: Any, answer: bytes
+) -> None:
+    server.faults = [(200, answer)] * 100
+    with pytest.raises(UserError, match="gave no usable answer"):
+        evaluate(tries=2)
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_replaced(evaluate: Any, server: Any, tmp_path: Path) -> None:
+    answer = b'{"choices":[{"text":"a\\ud800b","finish_reason":"stop"}],"usage":{"completion_tokens":1}}'
+    server.faults = [(200, answer)] * 100
+    evaluate()
+    assert {one["output"] for one in read_records(tmp_path / "out", "zero_shot")} == {
+        "a\N{REPLACEMENT CHARACTER}b"
+    }
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "", "file:///etc", "http://[::1/v1"])
+def test_what_is_no_url_is_told_at_once(url: str) -> None:
+    with pytest.raises(UserError, match="is no URL of a server"):
+        ServerModel(url, "mine").post("completions", {})
 
 
 def test_a_server_that_is_not_there_is_a_user_error(evaluate: Any, server: Any) -> None:

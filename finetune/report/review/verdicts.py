@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.paths import disk_faults, read_jsonl
+from finetune.evaluation.reviewed import read_verdicts
+from finetune.paths import disk_faults
 from finetune.report.review.sample import ReviewItem
 from finetune.stats import failure_rate_upper_bound
 from finetune.stats.agreement import agreement
@@ -28,8 +29,7 @@ class VerdictFile:
 
     def read(self) -> dict[tuple[str, str], dict[str, Any]]:
         """(suite, item) -> its last decision."""
-        lines = read_jsonl(self.path) if self.path.is_file() else []
-        return {(line["suite"], line["item"]): line for line in lines}
+        return {(line["suite"], line["item"]): line for line in read_verdicts(self.path)}
 
     def of(self, items: Sequence[ReviewItem]) -> list[dict[str, Any]]:
         """The decisions on these items' very answers; one on an older answer does not count."""
