@@ -18,11 +18,13 @@ from transformers import Trainer
 
 from finetune.model.adapters import trainables_to_fp32
 from finetune.model.fast_lora import speed_up_lora
+from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.answers import Answers, Losses
 from finetune.training.branches import BranchCollator, Packs, attention_work, by_answer, model_inputs
 from finetune.training.exact_trainer import ExactTrainer
 from finetune.training.head import add_target_head, full_logits_nll, supports_target_head
+from finetune.training.memory_saving import keeps_in_place_products
 
 
 class AnswerTrainer(ExactTrainer):
@@ -39,7 +41,7 @@ class AnswerTrainer(ExactTrainer):
         *,
         checkpoint_root: Path,
         owner: str,
-        keep_checkpoints: int,
+        settings: TrainSection,
         tally: StepTally,
         collator: BranchCollator,
         train_packs: Packs,
@@ -56,7 +58,7 @@ class AnswerTrainer(ExactTrainer):
             eval_dataset=validation_packs,
             **kwargs,
         )
-        self.keep_checkpoints_in(checkpoint_root, owner=owner, keep=keep_checkpoints, tally=tally)
+        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally)
         self.maybe_activation_offload_context = contextlib.nullcontext()
         self.aux_loss_enabled = False
         self._metrics: dict[str, dict[str, list[float]]] = {
@@ -67,7 +69,8 @@ class AnswerTrainer(ExactTrainer):
         self._step_examples, self._step_chosen_targets = 1.0, 1.0
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         trainables_to_fp32(self.model)
-        speed_up_lora(self.model)
+        if keeps_in_place_products(settings):
+            speed_up_lora(self.model)
         self.attention, self.compute_dtype = base.config._attn_implementation, base.dtype
         self.prepare_head(base)
 

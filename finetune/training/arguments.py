@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from finetune.recipe.schema import Recipe, TrainSection
-
-_SCHEDULERS = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+from finetune.training.memory_saving import checkpointing_arguments
 
 
 def count_steps(n_examples: int, settings: TrainSection, *, n_processes: int = 1) -> int:
@@ -22,29 +21,25 @@ def count_steps(n_examples: int, settings: TrainSection, *, n_processes: int = 1
 
 
 def shared_arguments(recipe: Recipe, total_steps: int, output: Path) -> dict[str, Any]:
-    """Arguments of every trainer: steps, batch, optimizer, schedule, precision, checkpoints, trackers."""
+    """Arguments of every trainer: steps, batch, precision, checkpoints, trackers.
+
+    Optimizer and schedule are not among them: ExactTrainer builds the recipe's own.
+    """
     settings = recipe.train
-    scheduler = _SCHEDULERS[settings.schedule]
     return {
         "output_dir": str(output),
         "max_steps": total_steps,
         "per_device_train_batch_size": settings.micro_batch_size,
         "per_device_eval_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        # With a batch ramp an item of the loader is a whole step already (batch_ramp.py).
+        "gradient_accumulation_steps": 1 if settings.batch_ramp else settings.gradient_accumulation_steps,
         "learning_rate": settings.learning_rate,
-        "lr_scheduler_type": scheduler,
-        "lr_scheduler_kwargs": {"min_lr_rate": settings.floor_share} if settings.schedule == "cosine" else {},
-        "warmup_steps": math.ceil(settings.warmup_share * total_steps),
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
-        "optim": "adamw_torch_fused",
         "bf16": recipe.model.dtype == "bf16",
-        "fp16": False,
+        "fp16": recipe.model.dtype == "fp16",
         "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": settings.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False}
-        if settings.gradient_checkpointing
-        else None,
+        **checkpointing_arguments(settings),
         "seed": recipe.seed,
         "data_seed": recipe.seed,
         "save_strategy": "steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from finetune.digest import digest_folder
@@ -15,8 +15,8 @@ from finetune.paths import disk_faults, read_json, write_json
 
 _NAME = re.compile(r"step-(\d+)")
 _SUMS = "sha256.json"
-# The trainer's own states, which torch reads as tensors and numbers only (weights_only). Weights are never pickled.
-_STATES = re.compile(r"(optimizer|scheduler)\.pt|rng_state(_\d+)?\.pth")
+_WEIGHTS = re.compile(r"(adapter_model|model(-\d+-of-\d+)?)\.safetensors")
+PIN_SUFFIX = ".pinned"  # `touch checkpoints/step-200.pinned` keeps that checkpoint
 
 
 def fsync_tree(folder: Path) -> None:
@@ -47,11 +47,19 @@ def fsync_tree_entry(folder: Path) -> None:
         os.close(handle)
 
 
-def save_checkpoint(root: Path, step: int, fill: Callable[[Path], None], *, owner: str, keep: int) -> Path:
+def save_checkpoint(
+    root: Path,
+    step: int,
+    fill: Callable[[Path], None],
+    *,
+    owner: str,
+    keep: int,
+    keep_also: Collection[int] = (),
+) -> Path:
     """Write `root/step-<step>` through `fill(folder)`, with checksums and the digest of the recipe that owns it.
 
-    `keep` newest checkpoints survive. Raises UserError when the disk is full or the folder not writable; the
-    half-written folder is removed then.
+    `keep` newest checkpoints survive, and those of `keep_also` and with a pin. Raises UserError when the disk is full or
+    the folder not writable; the half-written folder is removed then.
     """
     final = root / f"step-{step}"
     aside = root / f".step-{step}.partial"
@@ -65,9 +73,26 @@ def save_checkpoint(root: Path, step: int, fill: Callable[[Path], None], *, owne
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    for old in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+    prune_checkpoints(root, keep=keep, keep_also=keep_also)
     return final
+
+
+def prune_checkpoints(root: Path, *, keep: int, keep_also: Collection[int] = ()) -> list[int]:
+    """Remove all but the `keep` newest checkpoints, those of the steps `keep_also` and the pinned; returns what went.
+
+    A checkpoint is renamed before it is removed, so that a half-removed one is never taken for whole.
+    """
+    for left in root.glob(".step-*.removed"):  # by a process that was killed while removing it
+        shutil.rmtree(left)
+    removed = []
+    for old in list_checkpoints(root)[:-keep]:
+        if checkpoint_step(old) in keep_also or old.with_name(old.name + PIN_SUFFIX).exists():
+            continue
+        doomed = old.with_name(f".{old.name}.removed")
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+        removed.append(checkpoint_step(old))
+    return removed
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -84,7 +109,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, or None: every file there with its recorded SHA-256, weights not pickled.
+    """Why a checkpoint cannot be trusted, or None: every file there with its recorded SHA-256, none pickled.
 
     The sums do not stop somebody who writes them anew, and the trainer takes a pytorch_model.bin before the adapter.
     """
@@ -100,10 +125,10 @@ def damage(checkpoint: Path) -> str | None:
     for names, word in ((missing, "missing"), (changed, "changed"), (added, "not written by us")):
         if names:
             return f"{names[0]} is {word}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
-    pickles = sorted(name for name in found if _may_be_pickle(name) and not _STATES.fullmatch(name))
+    pickles = sorted(name for name in found if _may_be_pickle(name))
     if pickles:
         return f"{pickles[0]} is a pickle file and is refused"
-    return None if any(name.endswith(".safetensors") for name in found) else "it holds no weights"
+    return None if any(_WEIGHTS.fullmatch(name) for name in found) else "it holds no weights"
 
 
 def _may_be_pickle(name: str) -> bool:

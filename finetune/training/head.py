@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.training.losses import target_nll
+from finetune.training.losses import PLAIN, LossShape, logit_losses, target_losses
 
 IGNORED = -100
 # Models whose logits are bent after the head; for them the plain product would be another loss.
@@ -29,9 +29,14 @@ _BENT_LOGITS = (
 
 @dataclass
 class TargetOutput:
-    """Per-target losses of one forward pass: `nll` [M] in nats, fp32, in the order of the flattened batch."""
+    """Per-target losses of one forward pass, [M] each, fp32, in the order of the flattened batch.
+
+    `nll` is the negative log-likelihood in nats; `objective` what is minimised, the same for a plain loss. Only the
+    objective of a loss with another shape, and the nll of a plain one, have a gradient.
+    """
 
     nll: Tensor
+    objective: Tensor
 
 
 def supports_target_head(model: nn.Module) -> bool:
@@ -57,6 +62,7 @@ def add_target_head(model: nn.Module) -> None:
         labels: Tensor | None = None,
         sources: Tensor | None = None,
         targets: Tensor | None = None,
+        loss_shape: LossShape = PLAIN,
         **kwargs: Any,
     ) -> Any:
         if not target_head:
@@ -70,18 +76,31 @@ def add_target_head(model: nn.Module) -> None:
             hidden, targets = hidden[:, :-1][is_target], labels[:, 1:][is_target]
         assert targets is not None
         head = self.get_output_embeddings()
-        return TargetOutput(nll=target_nll(hidden, head.weight, head.bias, targets))
+        bias = getattr(head, "bias", None)  # not there where only new tokens' rows of the head are trained
+        objective, nll = target_losses(hidden, head.weight, bias, targets, loss_shape)
+        return TargetOutput(objective if loss_shape.is_plain else nll, objective)
 
     model.forward = types.MethodType(forward, model)
 
 
 def full_logits_nll(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """The same losses [M] from the model's own logits: the reference, and the way for bent logits."""
+    """Negative log-likelihoods [M] from the model's own logits: the reference, and the way for bent logits."""
+    return full_logits_losses(model, inputs).nll
+
+
+def full_logits_losses(
+    model: nn.Module, inputs: dict[str, Any], loss_shape: LossShape = PLAIN
+) -> TargetOutput:
+    """The same losses as the target head's, from the model's own logits."""
     if "sources" in inputs:
         rest = {k: v for k, v in inputs.items() if k not in ("sources", "targets")}
         logits = model(**rest, use_cache=False).logits.flatten(0, 1)[inputs["sources"]]
-        return torch.nn.functional.cross_entropy(logits.float(), inputs["targets"], reduction="none")
-    labels = inputs["labels"][:, 1:]
-    logits = model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits[:, :-1]
-    is_target = labels != IGNORED
-    return torch.nn.functional.cross_entropy(logits[is_target].float(), labels[is_target], reduction="none")
+        targets = inputs["targets"]
+    else:
+        labels = inputs["labels"][:, 1:]
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits[:, :-1]
+        is_target = labels != IGNORED
+        logits, targets = logits[is_target], labels[is_target]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    objective, nll = logit_losses(wide, targets, loss_shape)
+    return TargetOutput(nll, objective)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from finetune.telemetry.callback import TelemetryCallback
 from finetune.telemetry.events import EventLog, read_events
 from finetune.telemetry.flops import measure_peak_flops, step_work
 from finetune.telemetry.progress import Progress
+from finetune.training.best_step import BestStep
 from finetune.training.checkpoints import checkpoint_step, newest_usable, publish_folder
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
+from finetune.training.preflight import check_training
 from finetune.units import format_bytes
 
 
@@ -35,8 +37,8 @@ from finetune.units import format_bytes
 class TrainResult:
     """What training did. Losses in nats per target token, or a pair for preference methods.
 
-    `adapter_sha256` is of the trained weights file. `validation` holds what else was measured on the validation rows,
-    `flags` what a reader should look at before the verdict, in sentences.
+    `result_step` is the step whose weights were saved, `adapter_sha256` that of their file. `validation` holds what else
+    was measured on the validation rows, `flags` what a reader should look at before the verdict, in sentences.
     """
 
     output: str
@@ -52,6 +54,7 @@ class TrainResult:
     adapter_sha256: str
     validation: dict[str, float] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
+    result_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,26 +76,76 @@ class Session:
         Raises UserError for a non-finite loss or gradient, a full disk, a checkpoint of another recipe;
         KeyboardInterrupt after Ctrl-C, once the current step is saved.
         """
+        check_training(self.recipe)
         trainer, root = self.trainer, self.trainer.checkpoint_root
-        stop = StopWhenAsked()
-        telemetry = self._watch(stop)
+        stop, best = StopWhenAsked(), self._best_step()
+        telemetry = self._watch(stop, best)
         trial_save(trainer, root)
         checkpoint = self._resume(telemetry)
+        if best is not None:
+            best.continue_from(checkpoint_step(checkpoint) if checkpoint else 0)
         started = time.monotonic()
-        with finish_step_on_signal(stop):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if best is not None and best.exhausted and checkpoint is not None:
+            self.say(
+                f"training had stopped early at step {checkpoint_step(checkpoint)}; there is nothing left to train"
+            )
+            trainer.load_step(checkpoint)
+        else:
+            with finish_step_on_signal(stop):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stop.asked and trainer.state.global_step < trainer.args.max_steps:
             raise KeyboardInterrupt
         seconds = time.monotonic() - started
-        validation = trainer.evaluate() if trainer.eval_dataset is not None else None
-        output = save_result(trainer, self.recipe, self.run_folder, self.source)
-        return summarise(trainer, self.run_folder, output, validation, seconds)
+        steps = trainer.state.global_step
+        step = self._take(best, telemetry) if best is not None else steps
+        with trainer.averaged_weights():
+            validation = trainer.evaluate() if trainer.eval_dataset is not None else None
+            output = save_result(trainer, self.recipe, self.run_folder, self.source)
+        result = summarise(trainer, self.run_folder, output, validation, seconds)
+        return replace(result, steps=steps, result_step=step)
+
+    def _best_step(self) -> BestStep | None:
+        settings = self.recipe.train
+        if settings.result != "best" and settings.early_stopping is None:
+            return None
+        if self.trainer.eval_dataset is None:
+            raise UserError(
+                "there are no validation rows to choose the best step by",
+                where="train.early_stopping" if settings.early_stopping is not None else "train.result",
+                fix="give the dataset a validation split, or set train.result: last",
+            )
+        return BestStep(
+            self.run_folder / "validation",
+            losses=lambda: self.trainer.row_losses,
+            kept=self.trainer.keep_also,
+            patience=settings.early_stopping,
+            say=self.say,
+        )
+
+    def _take(self, best: BestStep, telemetry: TelemetryCallback) -> int:
+        """Bring back the chosen step's weights; returns the step."""
+        choice = best.choice
+        assert choice is not None
+        if (chosen := best.checkpoint(self.trainer.checkpoint_root)) is not None:
+            self.trainer.load_step(chosen)
+        telemetry.log.write(
+            "result", step=choice.step, lowest_step=choice.lowest, loss=best.validations[choice.step].mean
+        )
+        self.say(
+            f"the result is step {choice.step}"
+            + (
+                ""
+                if choice.step == choice.lowest
+                else f", no worse than step {choice.lowest} with the lowest loss"
+            )
+        )
+        return choice.step
 
     @property
     def events_path(self) -> Path:
         return self.run_folder / "events.jsonl"
 
-    def _watch(self, stop: StopWhenAsked) -> TelemetryCallback:
+    def _watch(self, stop: StopWhenAsked, best: BestStep | None) -> TelemetryCallback:
         trainer, log = self.trainer, EventLog(self.events_path)
         compute = torch.bfloat16 if self.recipe.model.dtype == "bf16" else torch.float32
         telemetry = TelemetryCallback(
@@ -115,7 +168,7 @@ class Session:
             telemetry.restart_clock()
 
         trainer.remove_callback(PrinterCallback)  # it prints to standard output, which belongs to answers
-        for callback in (telemetry, stop, OnEvent(saved, validated)):
+        for callback in (telemetry, stop, OnEvent(saved, validated), *([best] if best else [])):
             trainer.add_callback(callback)
         return telemetry
 
@@ -141,7 +194,7 @@ def trial_save(trainer: ExactTrainer, root: Path) -> None:
             trainer.save_weights(trial)
             saved_bytes = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
             # Adapter in fp32 plus two Adam moments, for every kept checkpoint and the one being written.
-            needed = 3 * saved_bytes * (trainer.keep_checkpoints + 1)
+            needed = 3 * saved_bytes * (trainer.settings.keep_checkpoints + 1)
             free = shutil.disk_usage(root).free
         finally:
             shutil.rmtree(trial, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, Features, Value
 from datasets import Sequence as Column
@@ -19,9 +20,12 @@ from finetune.model.source import ModelSource
 from finetune.recipe.schema import Recipe, TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.arguments import count_steps, shared_arguments
+from finetune.training.batch_ramp import plan_windows
 from finetune.training.checkpoints import damage
+from finetune.training.memory_saving import keeps_in_place_products
 from finetune.training.session import Session, TrainResult
 from finetune.training.sft_trainer import ExactSftTrainer
+from finetune.training.turn_weights import row_weights
 
 _IDS = Column(Value("int32"))
 
@@ -47,27 +51,34 @@ def train_sft(
     """
     settings = recipe.train
     train_set = training_dataset(train_rows, settings)
+    windows = None
+    if settings.batch_ramp is not None:
+        windows = plan_windows([len(ids) for ids in train_set["input_ids"]], settings, recipe.seed)
+    total_steps = count_steps(len(train_set), settings) if windows is None else len(windows)
     checkpoint_root = run_folder / "checkpoints"
     trainer = ExactSftTrainer(
         checkpoint_root=checkpoint_root,
         owner=owner,
-        keep_checkpoints=settings.keep_checkpoints,
+        settings=settings,
         tally=StepTally(),
+        windows=windows,
         model=model,
-        args=trainer_arguments(recipe, count_steps(len(train_set), settings), checkpoint_root),
+        args=trainer_arguments(recipe, total_steps, checkpoint_root),
         train_dataset=train_set,
         eval_dataset=training_dataset(validation_rows, settings) if validation_rows else None,
         processing_class=tokenizer,
     )
     trainables_to_fp32(model)  # TRL casts the adapters of a quantized model to bf16
-    speed_up_lora(model)
+    if keeps_in_place_products(settings):
+        speed_up_lora(model)
     return Session(trainer, recipe, run_folder, say, source).run()
 
 
 def training_dataset(rows: Sequence[TokenisedRow], settings: TrainSection) -> Dataset:
-    """Packs (or rows, without packing) as the trainer reads them: input_ids, labels, seq_lengths, all int32.
+    """Packs (or rows, without packing) as the trainer reads them.
 
-    Rows of a pack lie one behind the other; `seq_lengths` says where each ends, so that none attends to another.
+    input_ids and labels; seq_lengths of a pack's rows, which lie one behind the other, so that none attends to another;
+    `rows`, their places in `rows`; and `weights` of the tokens where the recipe weighs turns.
     """
     lengths = [len(row.input_ids) for row in rows]
     if settings.packing:
@@ -81,13 +92,19 @@ def training_dataset(rows: Sequence[TokenisedRow], settings: TrainSection) -> Da
         packs = pack(lengths, settings.pack_tokens)
     else:
         packs = [[index] for index in range(len(rows))]
-    columns: dict[str, list[list[int]]] = {
+    columns: dict[str, list[list[Any]]] = {
         "input_ids": [[token for index in members for token in rows[index].input_ids] for members in packs],
         "labels": [[label for index in members for label in rows[index].labels] for members in packs],
+        "rows": packs,
     }
     if settings.packing:
         columns["seq_lengths"] = [[lengths[index] for index in members] for members in packs]
-    return Dataset.from_dict(columns, features=Features(dict.fromkeys(columns, _IDS)))
+    features = dict.fromkeys(columns, _IDS)
+    if settings.loss.turn_weights:
+        weights = [row_weights(row, settings.loss.turn_weights) for row in rows]
+        columns["weights"] = [[weight for index in members for weight in weights[index]] for members in packs]
+        features["weights"] = Column(Value("float32"))
+    return Dataset.from_dict(columns, features=Features(features))
 
 
 def trainer_arguments(recipe: Recipe, total_steps: int, output: Path) -> SFTConfig:
@@ -98,6 +115,7 @@ def trainer_arguments(recipe: Recipe, total_steps: int, output: Path) -> SFTConf
         packing_strategy="bfd",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
     )
 
 

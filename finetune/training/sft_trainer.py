@@ -7,35 +7,70 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTTrainer
 
+from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
+from finetune.training.batch_ramp import Windows, window_loader
+from finetune.training.best_step import RowLosses
+from finetune.training.embedding_noise import EmbeddingNoise, token_lengths
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
-from finetune.training.head import IGNORED, add_target_head, full_logits_nll, supports_target_head
+from finetune.training.head import (
+    IGNORED,
+    TargetOutput,
+    add_target_head,
+    full_logits_losses,
+    supports_target_head,
+)
+from finetune.training.losses import PLAIN, LossShape
+from finetune.training.turn_weights import WeightedCollator, target_weights
+from finetune.training.validation import RowSums, document_of_targets, own_batches
 
 
 class ExactSftTrainer(ExactTrainer, SFTTrainer):
     """Differences from TRL, each tested against the plain definition, besides those of `ExactTrainer`:
 
-    - the loss of a step is the sum over its target tokens divided by their number, across micro-batches and ranks;
-    - the head runs on target positions only (`training/head.py`);
-    - `evaluate` returns the token-weighted mean, whatever the batch size, packing or number of processes.
+    - the loss of a step is the weighted sum over its targets divided by their weights, across micro-batches and ranks;
+    - the head runs on target positions only (`head.py`), whatever the loss's shape (`losses.py`);
+    - `evaluate` returns the token-weighted mean negative log-likelihood of the rows, each once, whatever the batch size,
+      packing or number of processes, and leaves the losses of every row in `row_losses`;
+    - with `windows` a step is a list of micro-batches, as many as the batch ramp says.
     """
 
+    row_losses: RowLosses
+    data_collator: Any
+
     def __init__(
-        self, *, checkpoint_root: Path, owner: str, keep_checkpoints: int, tally: StepTally, **kwargs: Any
+        self,
+        *,
+        checkpoint_root: Path,
+        owner: str,
+        settings: TrainSection,
+        tally: StepTally,
+        windows: Windows | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.keep_checkpoints_in(checkpoint_root, owner=owner, keep=keep_checkpoints, tally=tally)
+        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally)
+        loss = settings.loss
+        self.loss_shape = LossShape(loss.kind == "dft", loss.label_smoothing, loss.z_loss)
+        self.data_collator = WeightedCollator(self.data_collator)
+        self.windows = windows
+        if windows is not None:
+            self.add_callback(_EpochOfWindow(windows))
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self.noise = EmbeddingNoise(base.get_input_embeddings(), loss.neftune_alpha)
         self.uses_target_head = supports_target_head(base)
         if self.uses_target_head:
             add_target_head(base)
 
-    def _nll(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _losses(self, model: nn.Module, inputs: dict[str, Any], shape: LossShape = PLAIN) -> TargetOutput:
+        """Losses [M] of the targets of one batch."""
+        plain = {name: value for name, value in inputs.items() if name != "target_weights"}
         if self.uses_target_head:
-            return model(**inputs, target_head=True).nll  # type: ignore[no-any-return]
-        return full_logits_nll(model, inputs)
+            return model(**plain, target_head=True, loss_shape=shape)  # type: ignore[no-any-return]
+        return full_logits_losses(model, plain, shape)
 
     def compute_loss(
         self,
@@ -44,46 +79,106 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Sum of the target losses [nats] over the targets of the whole optimizer step (all ranks)."""
+        """The micro-batch's part of what is minimised: its weighted losses over the weights of the whole step."""
         assert not return_outputs, "the logits are never built"
-        nll = self._nll(model, inputs)
-        n_targets = num_items_in_batch if num_items_in_batch is not None else nll.numel()
-        nll_sum = nll.sum()
-        self._count(inputs, nll, float(nll_sum.detach()))
-        return self.step_loss(nll_sum, n_targets)
+        self.noise.begin(inputs)
+        losses = self._losses(model, inputs, self.loss_shape)
+        self.noise.end()
+        weights = target_weights(inputs)
+        total = losses.objective.sum() if weights is None else (losses.objective * weights).sum()
+        total_weight = num_items_in_batch
+        if total_weight is None:
+            total_weight = losses.nll.numel() if weights is None else weights.sum()
+        self._count(inputs, losses, float(total.detach()), weights)
+        return self.step_loss(total, total_weight)
 
-    def _count(self, inputs: dict[str, Any], nll: Tensor, nll_sum: float) -> None:
+    def _count(
+        self, inputs: dict[str, Any], losses: TargetOutput, objective: float, weights: Tensor | None
+    ) -> None:
+        nll_sum = float(losses.nll.detach().sum())
         self.require_finite_loss(nll_sum)
-        if "attention_mask" in inputs:
-            lengths = inputs["attention_mask"].sum(dim=1)
-        else:
-            lengths = inputs["cu_seq_lens_q"].diff()
-        self.tally.nll_sum += nll_sum
-        self.tally.n_targets += nll.numel()
-        self.tally.n_tokens += int(lengths.sum())
-        self.tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
+        self.require_finite_loss(objective)
+        lengths = (
+            token_lengths(inputs)[:, 0] if "attention_mask" in inputs else inputs["cu_seq_lens_q"].diff()
+        )
+        tally = self.tally
+        tally.nll_sum += nll_sum
+        tally.n_targets += losses.nll.numel()
+        tally.n_tokens += int(lengths.sum())
+        tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
+        if not self.settings.loss.is_plain:
+            total_weight = losses.nll.numel() if weights is None else float(weights.sum())
+            tally.add_examples(0, {"objective": (objective, total_weight)})
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        """Weights of the targets of the whole optimizer step, over all ranks; plain targets weigh 1."""
+        total = 0.0
+        for sample in batch_samples:
+            for batch in sample if isinstance(sample, list) else [sample]:
+                weights = target_weights(batch)
+                total += (
+                    int((batch["labels"][:, 1:] != IGNORED).sum())
+                    if weights is None
+                    else float(weights.sum())
+                )
+        counted = torch.tensor(total, dtype=torch.float64, device=device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            counted = self.accelerator.reduce(counted, reduction="sum")
+        return counted
+
+    def get_train_dataloader(self) -> Any:
+        """One micro-batch an item, or with a batch ramp one optimizer step an item."""
+        if self.windows is None:
+            return super().get_train_dataloader()
+        loader = window_loader(
+            self.train_dataset, self.windows, self.settings.micro_batch_size, self.data_collator
+        )
+        return self.accelerator.prepare(loader)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Token-weighted mean loss of the validation rows: Σ nll / Σ targets, in nats, over all processes."""
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         was_training = model.training
         model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with torch.no_grad():
-            for batch in self.get_eval_dataloader():
-                with self.compute_loss_context_manager(), self.accelerator.autocast():
-                    nll = self._nll(model, self._prepare_inputs(batch))
-                totals += torch.stack(
-                    [nll.double().sum(), torch.tensor(float(nll.numel()), dtype=torch.float64)]
-                )
+        with self.averaged_weights(), torch.no_grad():
+            self.row_losses = self._row_losses(model)
         model.train(was_training)
-        totals = self.accelerator.reduce(totals, reduction="sum")
         metrics = {
-            f"{metric_key_prefix}_loss": float(totals[0] / totals[1]),
-            f"{metric_key_prefix}_target_tokens": float(totals[1]),
+            f"{metric_key_prefix}_loss": self.row_losses.mean,
+            f"{metric_key_prefix}_target_tokens": float(sum(self.row_losses.targets)),
         }
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _row_losses(self, model: nn.Module) -> RowLosses:
+        dataset: Any = self.eval_dataset
+        sums = RowSums(sum(len(rows) for rows in dataset["rows"]), self.args.device)
+        size, rank, n_ranks = (
+            self.args.per_device_eval_batch_size,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        for indices in own_batches(len(dataset), size, rank, n_ranks):
+            examples = [dataset[index] for index in indices or [0]]
+            batch = self._prepare_inputs(self.data_collator(examples))
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
+                nll = self._losses(model, batch).nll
+            if indices:
+                rows = torch.tensor([row for example in examples for row in example["rows"]])
+                sums.add(nll, document_of_targets(batch), rows)
+        return sums.over_ranks(self.accelerator)
+
+
+class _EpochOfWindow(TrainerCallback):
+    """The trainer sees one long pass over the windows; events tell the passes over the rows."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.epoch = self._windows.epochs[state.global_step - 1]
 
 
 __all__ = ["IGNORED", "ExactSftTrainer", "OnEvent", "StopWhenAsked"]

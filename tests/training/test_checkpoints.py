@@ -18,7 +18,7 @@ from finetune.training.checkpoints import (
 
 def fill(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    (folder / "optimizer.pt").write_bytes(b"moments")
+    (folder / "optimizer.safetensors").write_bytes(b"moments")
 
 
 def save(root: Path, step: int, *, owner: str = "a" * 64, keep: int = 9) -> Path:
@@ -45,6 +45,32 @@ def test_a_crash_while_writing_leaves_the_previous_checkpoint(tmp_path: Path) ->
     (tmp_path / ".step-15.partial").mkdir()
     fill(tmp_path / ".step-15.partial")
     assert newest_usable(tmp_path, owner="a" * 64, say=pytest.fail) == tmp_path / "step-5"
+
+
+def test_pinned_checkpoints_and_those_still_needed_survive(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step)
+    (tmp_path / "step-5.pinned").touch()
+    for step in (15, 20, 25):
+        save_checkpoint(tmp_path, step, fill, owner="a" * 64, keep=1, keep_also={15})
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [5, 15, 25]
+
+
+def test_a_checkpoint_half_removed_by_a_killed_process_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 5).rename(tmp_path / ".step-5.removed")
+    assert newest_usable(tmp_path, owner="a" * 64, say=pytest.fail) is None
+    save(tmp_path, 10, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pkl", "pytorch_model.bin"])
+def test_a_pickle_in_a_checkpoint_is_refused_whatever_its_name(tmp_path: Path, name: str) -> None:
+    def with_pickle(folder: Path) -> None:
+        fill(folder)
+        (folder / name).write_bytes(b"payload")
+
+    checkpoint = save_checkpoint(tmp_path, 5, with_pickle, owner="a" * 64, keep=1)
+    assert damage(checkpoint) == f"{name} is a pickle file and is refused"
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "add", "no sums"])

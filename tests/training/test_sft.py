@@ -31,7 +31,7 @@ def make_trainer(tmp_path: Path, tiny_tokenizer: Any, adapted_model: Any) -> Cal
         return ExactSftTrainer(
             checkpoint_root=tmp_path / "checkpoints",
             owner="o",
-            keep_checkpoints=1,
+            settings=recipe.train,
             tally=StepTally(),
             model=adapted_model(recipe),
             args=trainer_arguments(
@@ -251,13 +251,15 @@ def test_a_non_finite_loss_stops_before_the_step(
     make_recipe: Any, train: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = make_recipe(train__epochs=3, train__checkpoint_every_steps=1)
-    original = ExactSftTrainer._nll
+    original = ExactSftTrainer._losses
 
-    def poisoned(self: Any, model: Any, inputs: Any) -> torch.Tensor:
-        nll = original(self, model, inputs)
-        return nll * math.inf if self.state.global_step == 1 else nll
+    def poisoned(self: Any, model: Any, inputs: Any, shape: Any) -> Any:
+        losses = original(self, model, inputs, shape)
+        if self.state.global_step == 1:
+            losses.objective = losses.nll = losses.nll * math.inf
+        return losses
 
-    monkeypatch.setattr(ExactSftTrainer, "_nll", poisoned)
+    monkeypatch.setattr(ExactSftTrainer, "_losses", poisoned)
     with pytest.raises(UserError, match="loss of step 2 is not finite"):
         train(recipe)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-1"]

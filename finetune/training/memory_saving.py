@@ -1,0 +1,92 @@
+"""Fewer bytes between forward and backward: what is recomputed, what moves to the host, and the model's own dropout."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from finetune.recipe.schema import TrainSection
+
+_aten = torch.ops.aten
+# Products and attention: most of the time of a forward pass, and the results of them a small part of what it keeps.
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "resid_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+)
+
+
+def keep_products() -> Any:
+    """Contexts for torch.utils.checkpoint that keep the results of products and recompute the rest."""
+    make: Any = create_selective_checkpoint_contexts  # torch leaves it untyped
+    return make(_KEPT)
+
+
+def checkpointing_arguments(settings: TrainSection) -> dict[str, Any]:
+    """The two arguments of transformers' trainer that decide what is recomputed."""
+    if not settings.gradient_checkpointing:
+        return {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None}
+    options: dict[str, Any] = {"use_reentrant": False}
+    if settings.gradient_checkpointing == "selective":
+        options["context_fn"] = keep_products
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
+
+
+def keeps_in_place_products(settings: TrainSection) -> bool:
+    """Whether a product's result may be added to in place: a kept one must stay what it was when it is used again."""
+    return settings.gradient_checkpointing != "selective"
+
+
+def offload_context(model: nn.Module, settings: TrainSection) -> Any:
+    """Around a training step: activations wait in the host's memory (TRL's, with its own streams), or nothing."""
+    if not settings.activation_offload:
+        return contextlib.nullcontext()
+    from trl.models import get_act_offloading_ctx_manager
+
+    return get_act_offloading_ctx_manager(model=model, warn_if_no_head=False)
+
+
+def set_model_dropout(model: Any, share: float | None) -> int:
+    """Set every dropout of the model itself, not of its adapters; returns how many places. None leaves them.
+
+    Attention reads its share from the module or the configuration, other places are modules.
+    """
+    if share is None:
+        return 0
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    places = 0
+    config = base.config.get_text_config()
+    for name in _DROPOUTS:
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, share)
+            places += 1
+    for name, module in base.named_modules():
+        if "lora_dropout" in name or "vera_dropout" in name:
+            continue
+        if isinstance(module, nn.Dropout):
+            module.p = share
+            places += 1
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = share
+            places += 1
+    return places
