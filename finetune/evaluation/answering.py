@@ -16,11 +16,13 @@ from finetune.evaluation.items import Item
 from finetune.evaluation.likelihood import log_likelihoods
 from finetune.evaluation.measure import Likelihoods, measure_choices, measure_texts
 from finetune.evaluation.prompts import Arm, Prompt
+from finetune.evaluation.rewards import answer_scores, check_reward_suite
 from finetune.evaluation.sampling import Picker, Sampler, greedy, stream_name
 from finetune.evaluation.server import ServerModel, server_answers
 from finetune.evaluation.server_likelihood import server_likelihoods
 from finetune.evaluation.stopping import stop_rule
 from finetune.evaluation.suite import DecodingSection, Suite
+from finetune.model.reward import is_reward_model
 
 if TYPE_CHECKING:
     from finetune.evaluation.harness.model import HarnessModel
@@ -65,6 +67,8 @@ class Answering:
                     else " for fully tuned models"
                 ),
             )
+        if not self.on_server and is_reward_model(self.model):
+            check_reward_suite(self.suite)
         refuse_too_long(self.suite, self.items, self.prompts, self.context_tokens, self.arm, self.tokenizer)
 
     def answers(self, todo: Sequence[Ask]) -> Iterator[Completion]:
@@ -103,6 +107,8 @@ class Answering:
     def _likelihoods(self) -> Likelihoods:
         if self.on_server:
             return partial(server_likelihoods, self.model, concurrency=self.batch_size)
+        if is_reward_model(self.model):
+            return partial(answer_scores, self.model, tokenizer=self.tokenizer)
         return partial(
             log_likelihoods, self.model, kl_to_base=self._kl_needs_base, base_model=self.base_model
         )

@@ -47,6 +47,9 @@ class Item:
 def item_from_row(row: Row, *, cluster_key: str | None = "group") -> Item:
     """A row as an item: everything before the last assistant turn is asked, that turn is the reference.
 
+    Of a pair the two answers are the choices, in an order that says nothing of which is right. Raises UserError for a pair
+    whose answers are more than one turn.
+
     cluster_key: `group`, the name of a tag, or None when items are independent (each is its own cluster).
     """
     item = Item(
@@ -57,8 +60,21 @@ def item_from_row(row: Row, *, cluster_key: str | None = "group") -> Item:
         source=row.source,
         tags=row.tags,
         tools=tuple(row.tools),
+        check={"choices": _choices(row)} if row.kind == "preference" else None,
     )
     return replace(item, cluster=cluster_of(item, cluster_key))
+
+
+def _choices(row: Row) -> list[str]:
+    if len(row.chosen) != 1 or len(row.rejected) != 1:
+        raise UserError(
+            f"the answers of pair {row.id} are more than one turn",
+            where=row.source,
+            why="a choice is a text that follows the prompt",
+            fix="leave such pairs out of the side that the suite asks",
+        )
+    texts = [str(turn["content"]) for turn in (*row.chosen, *row.rejected)]
+    return sorted(texts, key=lambda text: digest_json([row.id, text]))
 
 
 def items_from_rows(rows: Iterable[Row], *, cluster_key: str | None = "group") -> list[Item]:

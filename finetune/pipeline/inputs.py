@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from finetune.digest import digest_json
 from finetune.errors import Fault, UserError
+from finetune.evaluation.rewards import check_reward_suite
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.model.source import ModelSource, read_config, resolve_model
 from finetune.paths import find_declarative
@@ -94,6 +95,8 @@ def gather_inputs(
     for suite in suites:
         if suite is not None:
             faults += _missing_arms(suite, recipe)
+            if recipe.train.method == "reward":
+                attempt(lambda suite=suite: check_reward_suite(suite))  # type: ignore[misc]
     if faults:
         raise UserError(faults)
     assert spec_path is not None and source is not None

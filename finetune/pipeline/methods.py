@@ -38,6 +38,11 @@ def tokenise_side(recipe: Recipe, rows: Sequence[Row], tokenizer: Any) -> Split:
     )
 
 
+def score_seed(recipe: Recipe) -> int | None:
+    """The seed of the head, when what is trained is a reward model."""
+    return recipe.seed if recipe.train.method == "reward" else None
+
+
 def learnt(split: Split) -> list[Any]:
     """Everything that is learnt from a side, for a digest."""
     if isinstance(split, PreferenceSplit):

@@ -31,7 +31,14 @@ from finetune.pipeline.before import load_before
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
-from finetune.pipeline.methods import Split, learnt, longest_example, tokenise_side, train_by_method
+from finetune.pipeline.methods import (
+    Split,
+    learnt,
+    longest_example,
+    score_seed,
+    tokenise_side,
+    train_by_method,
+)
 from finetune.plan.memory import forecast_training
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
 from finetune.telemetry.progress import Progress
@@ -216,6 +223,7 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
             double_quantization=section.double_quantization,
             attention=attention,
             trust_remote_code=section.trust_remote_code,
+            score_seed=score_seed(recipe),
         )
         if start is not None:
             model = load_adapter(model, start.folder, source=source, trainable=True)
@@ -313,7 +321,9 @@ def load_proven(context: RunContext, data: SuiteData) -> tuple[Any, str]:
     canaries = [prompt.ids for prompt in prompts]
     base_logits = None
     if recipe.adapter.kind == "none":
-        base = load_model(context.inputs.source, dtype=recipe.eval.dtype, attention="sdpa")
+        base = load_model(
+            context.inputs.source, dtype=recipe.eval.dtype, attention="sdpa", score_seed=score_seed(recipe)
+        )
         base_logits = canary_logits(base, canaries)
         del base
         release_memory()
@@ -329,7 +339,8 @@ def load_tuned(context: RunContext) -> tuple[Any, str]:
     recipe = context.inputs.recipe
     if recipe.adapter.kind == "none":
         source = resolve_model(str(context.folder / "model"))
-        return load_model(source, dtype=recipe.eval.dtype, attention="sdpa"), source.digest
+        model = load_model(source, dtype=recipe.eval.dtype, attention="sdpa", score_seed=score_seed(recipe))
+        return model, source.digest
     base = load_model(
         context.inputs.source,
         dtype=recipe.eval.dtype,
@@ -337,6 +348,7 @@ def load_tuned(context: RunContext) -> tuple[Any, str]:
         double_quantization=recipe.model.double_quantization,
         attention="sdpa",
         trust_remote_code=recipe.model.trust_remote_code,
+        score_seed=score_seed(recipe),
     )
     adapter = context.folder / "adapter"
     return load_adapter(base, adapter, source=context.inputs.source), adapter_sha256(adapter)

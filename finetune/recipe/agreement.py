@@ -81,6 +81,17 @@ def check_preference_agrees(
             f"the virtual tokens of {adapter.kind} stand before one row; a pair holds two answers",
             fix="use adapter.kind: lora",
         )
+    if train.method == "reward" and (adapter.start is not None or adapter.kind == "bitfit"):
+        key = "start" if adapter.start is not None else "kind"
+        raise refused(
+            f"adapter.{key}",
+            "a saved adapter is one of a model that predicts tokens, and a reward model has another head"
+            if key == "start"
+            else "bitfit trains biases alone, and the head of a reward model is new",
+            fix="merge the adapter and set model.id to the result"
+            if key == "start"
+            else "use adapter.kind: lora",
+        )
     if adapter.kind == "none" and train.preference.reference == "base":
         raise refused(
             "train.preference.reference",

@@ -255,3 +255,64 @@ def test_a_run_can_start_from_the_model_that_another_one_tuned_whole(chain: Any)
     manifest = read_json(outcome.folder / "manifest.json")
     assert manifest["inputs"]["model"] != read_json(folder / "manifest.json")["inputs"]["model"]
     assert (outcome.folder / "model/config.json").is_file()
+
+
+PAIR_SUITE = """\
+suite: 1
+name: digit_pairs
+task: choice
+items: {spec: reward_pairs.yaml, split: test}
+scorers: [choice_accuracy]
+primary_metric: choice_accuracy
+"""
+
+REWARD = """\
+extends: recipe.yaml
+name: reward
+data: {spec: reward_pairs.yaml}
+train:
+  method: reward
+  epochs: 4
+eval:
+  suites: [pair_suite.yaml]
+  baselines: [zero_shot]
+  against: zero_shot
+"""
+
+
+def test_a_reward_model_is_judged_by_the_answers_it_prefers(chain: Any) -> None:
+    from finetune.pipeline.run import run_recipe
+
+    shares = PAIRS.replace("{train: 0.8, validation: 0.2}", "{train: 0.6, validation: 0.2, test: 0.2}")
+    for name, text in (
+        ("reward_pairs.yaml", shares.replace("name: digit_pairs\nsource", "name: reward_pairs\nsource")),
+        ("pair_suite.yaml", PAIR_SUITE),
+        ("reward.yaml", REWARD),
+    ):
+        (chain.folder / name).write_text(text)
+    outcome = run_recipe(str(chain.folder / "reward.yaml"), say=chain.said.append)
+    (compared,) = outcome.comparison["comparisons"]
+    assert compared["metric"] == "choice_accuracy"
+    assert compared["mean_b"] > 0.5
+    records = [
+        json.loads(line)
+        for line in (outcome.folder / "eval/digit_pairs/tuned.jsonl").read_text().splitlines()
+    ]
+    assert len(records) == compared["n"] > 5
+    firsts = [json.loads(record["output"])["choices"][0] == record["reference"] for record in records]
+    assert 0 < sum(firsts) < len(firsts)  # the right answer is not always the first choice
+    assert read_json(outcome.folder / "training.json")["validation"]["reward_accuracy"] > 0.5
+
+
+def test_a_reward_model_is_not_asked_to_write(chain: Any) -> None:
+    (chain.folder / "dpo.yaml").write_text(
+        DPO.replace("adapter: {start: runs/recipe}\n", "").replace("method: dpo", "method: reward")
+    )
+    with pytest.raises(UserError, match="a reward model scores whole answers"):
+        run_dpo(chain)
+    assert not list(chain.folder.glob("runs/dpo-*"))  # it is said before anything is done
+
+
+def test_a_reward_model_does_not_start_from_an_adapter_that_writes(chain: Any) -> None:
+    with pytest.raises(UserError, match="a reward model has another head"):
+        run_dpo(chain, "train.method=reward")
