@@ -11,6 +11,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from finetune.digest import digest_file
 from finetune.errors import UserError, did_you_mean
 from finetune.evaluation.claims import Correction
 from finetune.evaluation.records import (
@@ -65,11 +66,27 @@ class SavedArm:
                 why="its SHA-256 or number of answers is not that of its summary, so these are not the model's answers",
                 fix="bring the file back, or have it answered again: finetune eval run RUN",
             )
+        if summary is not None and self.of_run:
+            _refuse_other_adapter(self.folder, summary)
         return found
 
     def summary(self) -> ArmSummary | None:
         """None for records from elsewhere."""
         return read_summary(self.folder, self.arm) if summary_path(self.folder, self.arm).is_file() else None
+
+
+def _refuse_other_adapter(answers: Path, summary: ArmSummary) -> None:
+    """Answers of an adapter that is in the run folder no more say nothing about the one that is."""
+    run = run_folder_of(answers)
+    adapter = run / "adapter" / "adapter_model.safetensors" if run is not None else None
+    if summary.adapter_sha256 is None or adapter is None or not adapter.is_file():
+        return
+    if digest_file(adapter) != summary.adapter_sha256:
+        raise UserError(
+            f"the answers in {answers} are not of the adapter in {adapter.parent}",
+            why="its SHA-256 is another one than that of the adapter that was evaluated",
+            fix="bring that adapter back, or finish the run with the new one: finetune run with the same recipe",
+        )
 
 
 @dataclass(frozen=True)

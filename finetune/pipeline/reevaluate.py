@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.digest import digest_json
+from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, refuse_same_answers
 from finetune.evaluation.compare import compare_saved
@@ -59,6 +59,7 @@ class FinishedRun:
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
+        _refuse_other_weights(manifest, inputs)
         context = RunContext(inputs, manifest, say, load_tokenizer(inputs.source))
         served = serve(inputs) if serve is not None else None
         return cls(context, answers, batch_size or inputs.recipe.eval.batch_size, served)
@@ -138,6 +139,28 @@ class FinishedRun:
                 "base": load_before(self.context.inputs, dtype=recipe.eval.dtype, attention="sdpa")
             }
         return self._loaded["base"]
+
+
+def _refuse_other_weights(manifest: RunManifest, inputs: RunInputs) -> None:
+    """Saved answers are found by what was trained: weights that changed since then must not pass for theirs."""
+    train = manifest.stages["train"]
+    trained_on = train.get("inputs", {}).get("model")
+    if trained_on not in (None, inputs.source.digest):
+        raise UserError(
+            f"the base model is not the one that this run was trained on: {inputs.source.digest[:12]} now, "
+            f"{trained_on[:12]} then",
+            where=inputs.source.id,
+            why="the tuned model is that base with what was learnt on it",
+            fix="bring the base back as it was, or train again: finetune run with the same recipe",
+        )
+    for name, digest in train.get("outputs", {}).items():
+        path = manifest.folder / name
+        if path.is_file() and digest_file(path) != digest:
+            raise UserError(
+                f"{path} was changed after the training",
+                why="its SHA-256 is not the one that the training recorded, so this run's answers are not this model's",
+                fix="bring the file back, or train again: finetune run with the same recipe",
+            )
 
 
 def compare_run(

@@ -83,7 +83,7 @@ def make_finished_run(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., 
         model = load_model(inputs.source, dtype="fp32")
         saved = run / ("model" if kind == "none" else "adapter")
         outputs: list[Path] = []
-        with manifest.running("train", {}, outputs):
+        with manifest.running("train", {"model": inputs.source.digest}, outputs):
             if kind == "none":
                 model.save_pretrained(saved)
             else:
@@ -92,7 +92,7 @@ def make_finished_run(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., 
                     for name, parameter in model.named_parameters():
                         if "lora_B" in name:
                             parameter.normal_(0, 0.5)
-                save_adapter(model, saved)
+                save_adapter(model, saved, source=inputs.source)
             outputs += [path for path in saved.iterdir() if path.is_file()]
         return run
 
