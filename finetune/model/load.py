@@ -108,8 +108,6 @@ def load_model(
     process's GPU, else the CPU. With `score_seed` it is a reward model (see reward.py), whose head starts from that seed
     unless the folder holds one. Raises UserError before any weight is read where the configuration suffices to tell.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     place = device or default_device()
     config = read_config(source)
     _check_causal_lm(source, config, trust_remote_code)
@@ -131,13 +129,23 @@ def load_model(
         **_remote_code(trust_remote_code),
     }
     bnb = quantization_config(quantize, dtype=DTYPES[dtype], double_quantization=double_quantization)
-    scores = score_seed is not None
-    if scores:
-        options["num_labels"] = 1
     if bnb is not None:
-        bnb.llm_int8_skip_modules = [SCORE_HEAD] if scores else None
+        bnb.llm_int8_skip_modules = None if score_seed is None else [SCORE_HEAD]
         options["quantization_config"] = bnb
+    model = _read_weights(source, options, score_seed)
+    disable_cpu_repacking(model)
+    keep_int8_scales(model)
+    return model.eval()
+
+
+def _read_weights(source: ModelSource, options: dict[str, Any], score_seed: int | None) -> Any:
+    """The model with every tensor that its configuration asks for; only the head of a reward model may be new."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scores = score_seed is not None
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        options = {**options, "num_labels": 1}
     try:
         with quiet_loading() if scores else nullcontext():  # that the head is new is no news
             model, report = kind.from_pretrained(source.path, output_loading_info=True, **options)
@@ -151,9 +159,7 @@ def load_model(
         report["missing_keys"] = set(report["missing_keys"]) - {MISSING_SCORE}
         start_score(model, score_seed)
     _check_complete(source, report)
-    disable_cpu_repacking(model)
-    keep_int8_scales(model)
-    return model.eval()
+    return model
 
 
 def model_skeleton(source: ModelSource, trust_remote_code: bool | str = False) -> nn.Module:

@@ -94,9 +94,7 @@ def gather_inputs(
     )
     for suite in suites:
         if suite is not None:
-            faults += _missing_arms(suite, recipe)
-            if recipe.train.method == "reward":
-                attempt(lambda suite=suite: check_reward_suite(suite))  # type: ignore[misc]
+            faults += _suite_faults(suite, recipe)
     if faults:
         raise UserError(faults)
     assert spec_path is not None and source is not None
@@ -111,6 +109,17 @@ def gather_inputs(
         start=start,
         folders=found_in,
     )
+
+
+def _suite_faults(suite: Suite, recipe: Recipe) -> list[Fault]:
+    """What of a suite does not go with the recipe."""
+    faults = _missing_arms(suite, recipe)
+    if recipe.train.method == "reward":
+        try:
+            check_reward_suite(suite)
+        except UserError as error:
+            faults += error.faults
+    return faults
 
 
 def _missing_arms(suite: Suite, recipe: Recipe) -> list[Fault]:
