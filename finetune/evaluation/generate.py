@@ -20,6 +20,7 @@ from finetune.evaluation.packed_decoder import NewRow, PackedState, StepPlan, pa
 from finetune.evaluation.padded_decoder import generate_padded
 from finetune.evaluation.sampling import Picker, greedy
 from finetune.evaluation.stopping import FinishReason, StopRule
+from finetune.model.documents import attends_to_everything
 
 # Prompt tokens that may enter in one step; bounds the activations of the step, not the length of a prompt.
 _PROMPT_TOKENS_PER_STEP = 2048
@@ -100,7 +101,7 @@ def packed_decoding_works(model: Any, prompt: Sequence[int]) -> bool:
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     config = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
     rope = getattr(config, "rope_parameters", None) or {}
-    if not getattr(inner, "_supports_attention_backend", False) or _windowed(config):
+    if not getattr(inner, "_supports_attention_backend", False) or not attends_to_everything(config):
         return False
     if rope.get("rope_type") in ("dynamic", "longrope"):  # frequencies depend on the length seen so far
         return False
@@ -115,13 +116,6 @@ def packed_decoding_works(model: Any, prompt: Sequence[int]) -> bool:
         return False  # an unusual signature or cache: the padded decoder needs neither
     finally:
         model.train(was_training)
-
-
-def _windowed(config: Any) -> bool:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return kinds != {"full_attention"} or softcap is not None or window is not None
 
 
 @torch.no_grad()

@@ -94,6 +94,28 @@ def train_pairs(
     return run
 
 
+@pytest.fixture
+def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """dies_at(step, run): call `run`, whose process "is killed" after that optimizer step."""
+    from finetune.training.exact_trainer import StopWhenAsked
+
+    def kill(step: int, run: Callable[[], Any]) -> None:
+        calls, original = {"n": 0}, StopWhenAsked.on_step_end
+
+        def dies(*args: Any, **kwargs: Any) -> None:
+            calls["n"] += 1
+            if calls["n"] == step:
+                raise SystemExit
+            original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StopWhenAsked, "on_step_end", dies)
+            with pytest.raises(SystemExit):
+                run()
+
+    return kill
+
+
 class _FirstStepError(Exception):
     """Ends training once the first gradient is there."""
 

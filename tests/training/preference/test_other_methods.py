@@ -163,27 +163,14 @@ def test_mismatched_answers_are_those_of_other_prompts(judged: Any) -> None:
 
 @pytest.mark.parametrize("method", ["kto", "orpo", "cpo", "simpo"])
 def test_every_method_learns_and_resumes_to_the_same_bytes(
-    dpo_recipe: Any, train_pairs: Any, make_pairs: Any, monkeypatch: pytest.MonkeyPatch, method: str
+    dpo_recipe: Any, train_pairs: Any, make_pairs: Any, dies_at: Any, method: str
 ) -> None:
-    from finetune.training.exact_trainer import StopWhenAsked
-
     unit = "judged" if method == "kto" else "pair"
     recipe, rows = dpo_recipe(method, train__epochs=6), make_pairs(6, unit=unit)
     result, whole, _ = train_pairs(recipe, name="whole", rows=rows, validation=rows)
     steps = [event for event in read_events(whole / "events.jsonl") if event["event"] == "step"]
     assert result.validation_loss < steps[0]["loss"]
     assert result.validation["reward_margin"] > steps[0].get("reward_margin", 0.0)
-    calls, original = {"n": 0}, StopWhenAsked.on_step_end
-
-    def dies(*args: Any, **kwargs: Any) -> None:
-        calls["n"] += 1
-        if calls["n"] == 3:
-            raise SystemExit
-        original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StopWhenAsked, "on_step_end", dies)
-        with pytest.raises(SystemExit):
-            train_pairs(recipe, name="killed", rows=rows, validation=rows)
+    dies_at(3, lambda: train_pairs(recipe, name="killed", rows=rows, validation=rows))
     _, killed, _ = train_pairs(recipe, name="killed", rows=rows, validation=rows)
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")

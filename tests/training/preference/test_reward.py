@@ -79,30 +79,17 @@ def test_it_learns_resumes_to_the_same_bytes_and_loads_in_plain_transformers(
     make_pairs: Any,
     reward_model: Any,
     tiny_model_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dies_at: Any,
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
-
-    from finetune.training.exact_trainer import StopWhenAsked
 
     recipe, rows = dpo_recipe("reward", train__epochs=8), make_pairs(6)
     result, whole, trained = train_pairs(recipe, name="whole", validation=rows, model=reward_model(recipe))
     first = next(event for event in read_events(whole / "events.jsonl") if event["event"] == "step")
     assert result.validation_loss < first["loss"]
     assert result.validation["reward_accuracy"] == 1.0
-    calls, original = {"n": 0}, StopWhenAsked.on_step_end
-
-    def dies(*args: Any, **kwargs: Any) -> None:
-        calls["n"] += 1
-        if calls["n"] == 5:
-            raise SystemExit
-        original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StopWhenAsked, "on_step_end", dies)
-        with pytest.raises(SystemExit):
-            train_pairs(recipe, name="killed", validation=rows, model=reward_model(recipe))
+    dies_at(5, lambda: train_pairs(recipe, name="killed", validation=rows, model=reward_model(recipe)))
     _, killed, _ = train_pairs(recipe, name="killed", validation=rows, model=reward_model(recipe))
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
     expected = scores(trained, rows)

@@ -22,25 +22,12 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("dies_at_step", [1, 2, 3])
 def test_a_killed_run_ends_in_the_same_bytes(
-    dpo_recipe: Any, train_pairs: Any, monkeypatch: pytest.MonkeyPatch, dies_at_step: int
+    dpo_recipe: Any, train_pairs: Any, dies_at: Any, dies_at_step: int
 ) -> None:
-    from finetune.training.exact_trainer import StopWhenAsked
 
     recipe = dpo_recipe(train__epochs=2, train__pack_tokens=200)
     _, whole, _ = train_pairs(recipe, name="whole")
-    calls = {"n": 0}
-    original = StopWhenAsked.on_step_end
-
-    def dies(*args: Any, **kwargs: Any) -> None:
-        calls["n"] += 1
-        if calls["n"] == dies_at_step:
-            raise SystemExit
-        original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StopWhenAsked, "on_step_end", dies)
-        with pytest.raises(SystemExit):
-            train_pairs(recipe, name="killed")
+    dies_at(dies_at_step, lambda: train_pairs(recipe, name="killed"))
     said: list[str] = []
     _, killed, _ = train_pairs(recipe, name="killed", said=said)
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
