@@ -13,6 +13,7 @@ from finetune.data.spec_split import GuardSection
 from finetune.data.stages.apart import WORDING
 from finetune.data.stages.write import LEDGER, side_file
 from finetune.data.wording import SharedWording
+from finetune.digest import digest_file
 from finetune.errors import Fault
 
 _LEAKS_SHOWN = 20
@@ -69,7 +70,7 @@ def check_build(build: DatasetBuild, on_progress: Progress = lambda share: None)
         files[side] = read_side(build.path(side))
         on_progress(0.5 * (number + 1) / len(SIDES))
     manifest = build.manifest
-    damage = _changed_sides(build, files) + _ledger_faults(build, files)
+    damage = _changed_sides(build, files) + _changed_others(build) + _ledger_faults(build, files)
     table, side_of = table_of(build.folder, files)
     guard = GuardSection(**manifest["guard"]) if "guard" in manifest else None
     tags = [*(manifest.get("unique_by") or []), *(manifest.get("unite_by") or [])]
@@ -99,6 +100,19 @@ def _changed_sides(build: DatasetBuild, files: dict[Side, SideFile]) -> list[Fau
                     "",
                     _REBUILD,
                 )
+            )
+    return faults
+
+
+def _changed_others(build: DatasetBuild) -> list[Fault]:
+    """Files of the manifest besides the sides whose bytes are not those that were written."""
+    sides = {side_file(side) for side in SIDES}
+    faults = []
+    for name, written in build.manifest.get("files", {}).items():
+        path = build.folder / name
+        if name not in sides and not (path.is_file() and digest_file(path) == written["sha256"]):
+            faults.append(
+                Fault("the file is missing or was changed after the build", str(path), "", _REBUILD)
             )
     return faults
 

@@ -207,8 +207,9 @@ def test_a_tampered_ledger_is_noticed(build: Build) -> None:
     ledger = made.folder / "ledger.jsonl"
     assert check_build(made).passed
     ledger.write_bytes(b"")
-    (fault,) = check_build(made).damage
-    assert "the ledger does not add up: read 6, but 5 rows" in fault.what
+    changed, sums = check_build(made).damage
+    assert changed.where == str(ledger)
+    assert "the ledger does not add up: read 6, but 5 rows" in sums.what
 
 
 def test_changed_bytes_of_a_side_are_noticed(build: Build) -> None:
