@@ -10,10 +10,10 @@ import pytest
 
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, tokenise_rows
-from finetune.model.adapters import attach_adapter
 from finetune.model.attention import register_document_attention
 from finetune.recipe.schema import Recipe
 from finetune.training.sft import train_sft
+from finetune.training.trained_part import add_trained_part
 
 
 def _recipe(**changes: Any) -> Recipe:
@@ -71,7 +71,7 @@ def make_rows(tiny_tokenizer: Any) -> Callable[..., list[TokenisedRow]]:
 
 
 @pytest.fixture
-def adapted_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+def adapted_model(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Callable[..., Any]:
     """adapted_model(recipe): the tiny model with the recipe's attention and adapter."""
 
     def build(recipe: Recipe, **options: Any) -> Any:
@@ -80,9 +80,7 @@ def adapted_model(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
         # Random embeddings are too short for an adapter over a frozen head to reach a sure answer.
         model.get_input_embeddings().weight.data *= 3
         model.set_attn_implementation("document" if recipe.train.packing else "sdpa")
-        if recipe.adapter.kind == "none":
-            return model
-        return attach_adapter(model, recipe.adapter, seed=recipe.seed)
+        return add_trained_part(model, recipe, rows=_rows(tiny_tokenizer, 8, 1))
 
     return build
 
@@ -101,13 +99,14 @@ def train(
         rows: list[TokenisedRow] | None = None,
         validation: Sequence[TokenisedRow] = (),
         said: list[str] | None = None,
+        model: Callable[[Recipe], Any] = adapted_model,
     ) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        model = adapted_model(recipe)
+        trained = model(recipe)
         result = train_sft(
             recipe,
-            model,
+            trained,
             tiny_tokenizer,
             rows or make_rows(),
             validation,
@@ -115,6 +114,6 @@ def train(
             owner="o" * 64,
             say=(said if said is not None else []).append,
         )
-        return result, folder, model
+        return result, folder, trained
 
     return run
