@@ -65,7 +65,7 @@ def cost_of(
     """Both arms, and the ratios arm / baseline. left, right: their records of the same items, in one order.
 
     Every ratio is {"ratio", "low", "high", "confidence", "n", "left_out"}, null without items that have a number on
-    both sides; items that lack one are counted in `left_out`.
+    both sides; items that lack one are counted in `left_out`. Of a single cluster the interval is null.
     """
     spent = spent or Spent()
     sides = (
@@ -150,6 +150,9 @@ def _paired_ratio(
     if not pairs:
         return _ratio(_UNKNOWN, confidence, 0, len(clusters))
     first, second, labels = zip(*pairs, strict=True)
+    if len(set(labels)) < 2:  # the items' own ratio, without a margin that one unit cannot give
+        own = math.exp(float(np.mean(np.log(second) - np.log(first))))
+        return _ratio((own, None, None), confidence, len(pairs), len(clusters))
     found = compare(np.log(first), np.log(second), clusters=labels, confidence=confidence)
     ends = math.exp(found.difference), math.exp(found.low), math.exp(found.high)
     return _ratio(ends, confidence, len(pairs), len(clusters))

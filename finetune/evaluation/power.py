@@ -32,6 +32,7 @@ from finetune.stats.validate import is_binary, is_bounded
 
 PLAUSIBLE_SHARE_MENDED = 0.25  # a tuning that mends a quarter of what is wrong is worth finding
 _POWER = 0.80
+_SMALLEST_MARGIN = 1e-6  # below, no number of items is a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ def plan_suite(suite: Suite, untuned: Sequence[Sequence[Record]]) -> SuitePower:
     head = {"suite": suite.name, "role": suite.role, "metric": metric, "n": n, "clusters": len(set(labels))}
     head["is_share"] = n > 0 and is_bounded(before) and is_bounded(after)
     pilot = after - before if len(untuned) > 1 else None
-    if n < 2:
-        return _unknown(head, "no items")
+    if len(set(labels)) < 2:
+        return _unknown(head, "fewer than two clusters of items, which have no margin of error")
     if is_binary(before) and is_binary(after):
         return _plan_binary(suite, head, after, pilot, labels)
     return _plan_graded(suite, head, after, pilot, labels)
@@ -132,7 +133,7 @@ def _plan_binary(
         least = min(1.0, z * math.sqrt(discordance * design / n))
         needed = (
             items_needed_noninferiority(wanted, discordance, alpha=alpha, power=_POWER, design_effect=design)
-            if wanted > 0.0
+            if wanted > _SMALLEST_MARGIN
             else None
         )
     return _planned(head, discordance, basis, least, wanted, needed)
@@ -162,7 +163,9 @@ def _plan_graded(
     if suite.role == "task" and head["is_share"]:
         wanted = PLAUSIBLE_SHARE_MENDED * (1.0 - float(scores.mean()))
     variance = float(robust.standard_error) ** 2 * len(scores)
-    needed = items_needed_mean(wanted, variance, alpha=alpha, power=_POWER) if wanted else None
+    needed = None
+    if wanted is not None and wanted > _SMALLEST_MARGIN and math.isfinite(variance):
+        needed = items_needed_mean(wanted, variance, alpha=alpha, power=_POWER)
     return _planned(head, None, "differences spread as those of the untuned arms do", least, wanted, needed)
 
 

@@ -73,6 +73,11 @@ def slice_lines(result: Mapping[str, Any]) -> list[str]:
         if not one["n"]:
             lines.append(f"    {name:<{width}}  nothing compared (n = 0)")
             continue
+        if one["difference"] is None:
+            lines.append(
+                f"    {name:<{width}}  n = {one['n']:<4} one cluster: no margin of error, so no difference"
+            )
+            continue
         scale, unit = (100.0, " points") if is_share(one) else (1.0, "")
         low, high = one["low"] * scale, one["high"] * scale
         lines.append(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from finetune.errors import UserError
+from finetune.errors import UserError, did_you_mean
+from finetune.evaluation.items import Item
 from finetune.evaluation.records import Record
 from finetune.evaluation.scoring import both_scored, clusters_of, scores_of
 from finetune.evaluation.suite import Suite
@@ -17,6 +18,19 @@ from finetune.stats.multiplicity import adjust
 
 SOURCE, LENGTH = "source", "length"
 _LENGTH_CLASSES = ("short", "medium", "long")
+
+
+def check_slices(suite: Suite, items: Sequence[Item]) -> None:
+    """Refuse, before any answer, a tag to slice by that items lack."""
+    for key in suite.slices.by:
+        lacking = [item for item in items if key not in (SOURCE, LENGTH) and key not in item.tags]
+        if lacking:
+            tags = sorted({tag for item in items for tag in item.tags})
+            raise UserError(
+                f"{len(lacking)} of {len(items)} items have no tag '{key}', e.g. '{lacking[0].id}'",
+                where=f"suite {suite.name}: slices.by",
+                fix=did_you_mean(key, [SOURCE, LENGTH, *tags]),
+            )
 
 
 def slice_comparisons(
@@ -42,7 +56,7 @@ def slice_comparisons(
         for value, places in members.items():
             pair = [left[place] for place in places], [right[place] for place in places]
             found.append({"by": key, "value": value, "n": len(places), **_compare_slice(suite, *pair)})
-    filled = [one for one in found if one["n"]]
+    filled = [one for one in found if one["p_value"] is not None]
     adjusted = adjust([one["p_value"] for one in filled], suite.slices.correction)
     for one, p_value in zip(filled, adjusted, strict=True):
         one |= {"p_adjusted": p_value, "different": p_value <= 1.0 - suite.confidence}
@@ -73,13 +87,14 @@ def _compare_slice(suite: Suite, before: Sequence[Record], after: Sequence[Recor
     empty: dict[str, Any] = {**dict.fromkeys(names), "correction": suite.slices.correction}
     if not before:
         return empty
-    sign, metric = _sign(suite), suite.primary_metric
-    result = compare(
-        [sign * score for score in scores_of(before, metric)],
-        [sign * score for score in scores_of(after, metric)],
-        clusters=clusters_of(before),
-        confidence=suite.confidence,
-    )
+    sign, metric, clusters = _sign(suite), suite.primary_metric, clusters_of(before)
+    first = [sign * score for score in scores_of(before, metric)]
+    second = [sign * score for score in scores_of(after, metric)]
+    if len(set(clusters)) < 2 and not all(0.0 <= score <= 1.0 for score in (*first, *second)):
+        return (
+            empty  # one unit of an unlimited score has no margin of error, and no number stands without one
+        )
+    result = compare(first, second, clusters=clusters, confidence=suite.confidence)
     low, high = sorted((sign * result.low, sign * result.high))
     return empty | {
         "mean_a": sign * result.mean_a,

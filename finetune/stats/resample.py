@@ -49,6 +49,8 @@ def resampled_interval(
         raise UserError("there are no items to resample", fix="compare at least one item")
     labels = checked_clusters(clusters, n)
     units = _units(labels, n)
+    if len(units) < 2:
+        return Resampled(statistic(np.arange(n)), None, None)
     generator = np.random.default_rng(seed)
     values = []
     for _ in range(RESAMPLES):

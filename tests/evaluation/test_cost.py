@@ -114,3 +114,15 @@ def test_a_baseline_may_have_prices_of_its_own() -> None:
 def test_prices_that_contradict_each_other_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"not by both|prompt tokens have none"):
         PricesSection(**given)
+
+
+def test_one_cluster_has_ratios_but_no_interval() -> None:
+    """It used to refuse the whole comparison, scores included."""
+    arms = [
+        (summary, [{**record, "cluster": "all"} for record in records])
+        for summary, records in (BEFORE, AFTER)
+    ]
+    ratios = _cost(before=arms[0], after=arms[1])["ratios"]
+    assert ratios["output_tokens"]["ratio"] == pytest.approx(2.0)
+    assert ratios["latency_seconds_p50"]["ratio"] == pytest.approx(0.5)
+    assert {(one["low"], one["high"]) for one in ratios.values()} == {(None, None)}

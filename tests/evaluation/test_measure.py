@@ -181,7 +181,9 @@ def test_forgetting_is_seen_as_kl_and_as_loss(lively_model: Any, tiny_tokenizer:
     kl = result["comparisons"][0]
     assert kl["higher_is_better"] is False
     assert kl["difference"] == pytest.approx(tuned.metrics["kl_per_token"]["mean"])
-    assert " points" not in describe_difference(kl) and describe_means(kl).startswith("0 → ")  # nats, no share
+    assert " points" not in describe_difference(kl) and describe_means(kl).startswith(
+        "0 → "
+    )  # nats, no share
     assert kl["low"] <= kl["difference"] <= kl["high"]
     assert result["verdict"] == "regressed"
 
@@ -242,3 +244,17 @@ def test_measured_scores_by_hand() -> None:
     assert nll_per_token(output, "") == 3.0
     assert bits_per_byte(output, "") == pytest.approx(1.5 / math.log(2))
     assert kl_per_token(output, "") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("clusters", "message"), [(["c"], "has one text"), (["c", "c"], "share one cluster")]
+)
+def test_a_likelihood_of_one_unit_is_refused_before_it_is_measured(
+    tiny_tokenizer: Any, tmp_path: Path, clusters: list[str], message: str
+) -> None:
+    suite = _suite(tmp_path, "text", "nll_per_token")
+    items = [Item(f"t{n}", (), f"text {n}", cluster) for n, cluster in enumerate(clusters)]
+    with pytest.raises(UserError, match=message):
+        evaluate_arm(
+            None, tiny_tokenizer, suite, items, arm="tuned", batch_size=2, out_folder=tmp_path, key="k"
+        )

@@ -66,3 +66,21 @@ def test_graded_scores_need_two_untuned_arms(suite: Suite) -> None:
     found = plan_suite(suite, [_records("zero_shot", one), _records("few_shot", two)])
     assert found.discordance is None and 0.0 < found.least_detectable < 0.2  # type: ignore[operator]
     assert "not known before the tuning" in plan_suite(suite, [_records("zero_shot", [0.5])]).lines()[0]
+
+
+@pytest.mark.parametrize("scores", [[0.0] * 5, [1.0, 0.0, 1.0, 1.0, 0.0], [0.3, 0.5, 0.1, 0.9, 0.2]])
+@pytest.mark.parametrize("role", ["task", "regression"])
+def test_one_cluster_plans_nothing_and_fails_nothing(suite: Suite, scores: list[float], role: str) -> None:
+    one = suite.model_copy(update={"role": role})
+    for arms in ([scores], [scores, scores[::-1]]):
+        found = plan_suite(one, [_records(f"arm{n}", arm, per_cluster=9) for n, arm in enumerate(arms)])
+        assert found.least_detectable is None
+        assert "fewer than two clusters" in found.lines()[0]
+        json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_vanishing_margin_is_no_plan(suite: Suite) -> None:
+    one = suite.model_copy(update={"role": "regression", "margin": 1e-300})
+    found = plan_suite(one, [_records("zero_shot", [1.0, 0.0] * 20)])
+    assert found.more_items is None
+    json.dumps(found.to_dict(), allow_nan=False)

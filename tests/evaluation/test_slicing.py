@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from finetune.errors import UserError
 from finetune.evaluation.claims import combine
 from finetune.evaluation.compare import compare_records
+from finetune.evaluation.items import Item
+from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.screen import comparison_lines
-from finetune.evaluation.suite import SlicesSection, Suite
+from finetune.evaluation.suite import SlicesSection, Suite, load_suite
 
 
 def _records(arm: str, wrong: set[int], n: int = 90) -> list[dict[str, Any]]:
@@ -76,3 +79,41 @@ def test_small_slices_are_pooled_for_alone_they_show_nothing(suite: Suite) -> No
     found = {one["value"]: one["n"] for one in compare_records(asked, base, tuned)["slices"]}
     assert found == {"I0": 42, "I1": 43, "5 rare ones": 5}
     assert compare_records(asked, base, tuned, slices=False)["slices"] == []
+
+
+def test_a_tag_to_slice_by_is_looked_for_before_any_answer(
+    suite: Suite, items: list[Item], tiny_tokenizer: Any
+) -> None:
+    asked = suite.model_copy(update={"slices": SlicesSection(by=["length", "intnt"])})
+    with pytest.raises(UserError, match="10 of 10 items have no tag 'intnt'") as caught:
+        prepare_arm(tiny_tokenizer, asked, items, arm="zero_shot", key="k")
+    assert "did you mean 'intent'?" in str(caught.value)
+
+
+def test_a_slice_of_one_cluster_of_losses_is_null_and_spoils_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"id": "a", "reference": "x"}\n')
+    (tmp_path / "t.yaml").write_text(
+        "suite: 1\nname: t\nrole: forgetting\ntask: text\nitems: {jsonl: t.jsonl}\nscorers: [nll_per_token]\n"
+        "primary_metric: nll_per_token\nslices: {by: [intent]}\n"
+    )
+    losses = load_suite(tmp_path / "t.yaml")
+
+    def records(arm: str, loss: float) -> list[dict[str, Any]]:
+        made = _records(arm, set(), 40)
+        for n, record in enumerate(made):
+            record |= {
+                "tags": {"intent": "rare" if n == 39 else "usual"},
+                "scores": {"nll_per_token": loss + n},
+            }
+        return made
+
+    result = compare_records(losses, records("zero_shot", 3.0), records("tuned", 2.5))
+    assert result["verdict"] == "improved"
+    slices = {one["value"]: one for one in result["slices"]}
+    assert slices["usual"]["difference"] == pytest.approx(-0.5)
+    assert (slices["rare"]["n"], slices["rare"]["difference"], slices["rare"]["p_adjusted"]) == (
+        1,
+        None,
+        None,
+    )
+    assert any("rare" in line and "no margin of error" in line for line in comparison_lines(result))
