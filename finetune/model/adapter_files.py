@@ -115,20 +115,11 @@ def load_adapter(
     carries a larger embedding resizes the model first. `trainable` continues its training.
     """
     from peft import get_peft_model, set_peft_model_state_dict
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     configuration = read_adapter_config(folder)
     _check_base(folder, source)
     _check_codes(folder, codes or codes_of(model))
-    try:
-        tensors = load_file(str(folder / ADAPTER_WEIGHTS))
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"the adapter's weights cannot be read: {error}",
-            where=str(folder / ADAPTER_WEIGHTS),
-            fix="copy the file again, or train again",
-        ) from None
+    tensors = _read_tensors(folder / ADAPTER_WEIGHTS)
     rows_before = model.get_input_embeddings().weight.shape[0]
     n_rows = next((len(value) for key, value in tensors.items() if _EMBEDDING.fullmatch(key)), rows_before)
     config = peft_configuration(folder, trainable=trainable)
@@ -165,6 +156,20 @@ def load_adapter(
     align_virtual_tokens(wrapped)
     wrapped.eval()
     return wrapped
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(str(path)))
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"the adapter's weights cannot be read: {error}",
+            where=str(path),
+            fix="copy the file again, or train again",
+        ) from None
 
 
 def peft_configuration(folder: Path, *, trainable: bool = False) -> Any:

@@ -62,7 +62,9 @@ def step_work(model: nn.Module) -> StepWork:
     return StepWork(
         frozen_parameters=frozen,
         trainable_parameters=trainable,
-        head_parameters=int(head.weight.numel()) if head is not None else 0,  # a reward model has none to speak of
+        head_parameters=int(head.weight.numel())
+        if head is not None
+        else 0,  # a reward model has none to speak of
         head_is_trainable=head is not None and bool(head.weight.requires_grad),
         attention_width=int(config.num_hidden_layers) * heads * head_size,
     )
