@@ -108,6 +108,12 @@ def check_preference_agrees(
             f"{train.method} learns from the answers that are compared, and from no turn of the prompt",
             fix="leave out data.train_on",
         )
+    if train.batch_ramp is not None:
+        raise refused(
+            "train.batch_ramp",
+            f"{train.method} trains with one global batch",
+            fix="leave out train.batch_ramp",
+        )
     if long_rows == "split":
         raise refused(
             "data.long_rows",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from finetune.model.adapters import trainables_to_fp32
 from finetune.model.fast_lora import speed_up_lora
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
+from finetune.training.answer_validation import losses_one_by_one, validate_answers
 from finetune.training.answers import Answers, Losses
+from finetune.training.best_step import RowLosses
 from finetune.training.branches import BranchCollator, Packs, attention_work, by_answer, model_inputs
 from finetune.training.exact_trainer import ExactTrainer
 from finetune.training.head import add_target_head, full_logits_nll, supports_target_head
@@ -35,6 +39,8 @@ class AnswerTrainer(ExactTrainer):
     """
 
     nll_weight = 0.0
+    accelerator: Any
+    row_losses: RowLosses
 
     def __init__(
         self,
@@ -101,6 +107,25 @@ class AnswerTrainer(ExactTrainer):
         )
         return Answers(by_answer(-nll, batch["answer_lengths"]), batch["answer_lengths"])
 
+    @contextlib.contextmanager
+    def trl_alone(self) -> Iterator[None]:
+        """For calling TRL's loss: what it logs is gathered from no other rank, and thrown away.
+
+        It gathers one number an example, and ranks have different numbers of examples. Our own sums are reduced later.
+        """
+        accelerator = self.accelerator
+
+        def same(tensor: Tensor) -> Tensor:
+            return tensor
+
+        self.accelerator = SimpleNamespace(device=accelerator.device, gather=same, gather_for_metrics=same)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+            for kept in self._metrics.values():
+                kept.clear()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -140,42 +165,22 @@ class AnswerTrainer(ExactTrainer):
         self._step_examples, self._step_chosen_targets = (float(count) for count in counts)
         return counts[0]
 
+    def losses_of_examples(self, answers: Answers, batch: dict[str, Any]) -> list[tuple[float, float, int]]:
+        """(own loss, nll of the chosen answer, its targets) of every example: what two validations are compared by."""
+        return losses_one_by_one(self, answers, batch)
+
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Means over all validation examples, whatever the batch size, packing or number of processes."""
+        """Means over all validation examples, each once; leaves the loss of every example in `row_losses`."""
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         was_training = model.training
         model.eval()
-        totals: dict[str, float] = defaultdict(float)
-        with torch.no_grad():
-            for raw in self.get_eval_dataloader():
-                batch = self._prepare_inputs(raw)
-                with self.compute_loss_context_manager(), self.accelerator.autocast():
-                    losses = self.losses(self.score(model, batch), batch)
-                totals["examples"] += self.n_examples(batch)
-                totals["target_tokens"] += self.n_targets(batch)
-                totals["loss"] += float(losses.example_sum)
-                totals["nll"] += float(losses.nll_sum) if losses.nll_sum is not None else 0.0
-                totals["nll_targets"] += losses.nll_targets
-                for name, (value, number) in losses.measures.items():
-                    totals[name] += value
-                    totals[f"n {name}"] += number
+        with self.averaged_weights(), torch.no_grad():
+            self.row_losses, found = validate_answers(self, model)
         model.train(was_training)
-        metrics = self._means(totals, metric_key_prefix)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.derived(found).items()}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _means(self, totals: dict[str, float], prefix: str) -> dict[str, float]:
-        summed = self.accelerator.reduce(
-            torch.tensor(list(totals.values()), dtype=torch.float64, device=self.args.device), reduction="sum"
-        )
-        found = dict(zip(totals, summed.tolist(), strict=True))
-        loss = found["loss"] / found["examples"] + self.nll_weight * found["nll"] / max(
-            found["nll_targets"], 1.0
-        )
-        measures = [name for name in found if found.get(f"n {name}")]
-        return {
-            f"{prefix}_loss": loss,
-            f"{prefix}_target_tokens": found["target_tokens"],
-            f"{prefix}_examples": found["examples"],
-            **{f"{prefix}_{name}": found[name] / found[f"n {name}"] for name in measures},
-        }
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """The means, with what follows from them."""
+        return means

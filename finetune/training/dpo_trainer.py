@@ -49,9 +49,8 @@ class ExactDpoTrainer(AnswerTrainer, DPOTrainer):
         if self._starts_at_reference and self.model.training and self.state.global_step == 0:
             _require_start(torch.stack([chosen_ratio, rejected_ratio]), reference)
         n_pairs = len(chosen.lengths)
-        mean = self._compute_loss(*_for_trl(chosen, rejected, reference), False)
-        self._metrics["train"].clear()
-        self._metrics["eval"].clear()
+        with self.trl_alone():
+            mean = self._compute_loss(*_for_trl(chosen, rejected, reference), False)
         total = mean * n_pairs
         if self._smoothed_sigmoid:
             total = total + self._smoothed_sigmoid * self.beta * (chosen_ratio - rejected_ratio).sum()

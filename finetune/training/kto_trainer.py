@@ -41,7 +41,7 @@ def with_mismatched_answers(examples: Sequence[AnsweredPrompt]) -> list[Answered
 class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     """KTO and TRL's unpaired APO, against a reference whose log-probabilities come with the packs.
 
-    The KL estimate is the mean over the examples of one forward pass, as in TRL; a pack holds several.
+    The KL estimate is the mean over the examples of one forward pass on all ranks; a pack holds several.
     """
 
     def __init__(self, *, preference: PreferenceSection, **kwargs: Any) -> None:
@@ -70,32 +70,51 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     def losses(self, answers: Answers, batch: dict[str, Any]) -> Losses:
         stride, reference = self._stride, batch["reference"].to(answers.logps.dtype)
         own = Answers(answers.by_target[::stride], answers.lengths[::stride])
-        self._mismatched = answers.logps[1::2].detach() if self.calculate_KL else None
+        gaps = answers.logps[1::2].detach() - reference[1::2] if self.calculate_KL else None
+        self._mismatched = self._mean_over_ranks(gaps) if gaps is not None else None
         wanted = batch["wanted"]
-        mean = self._compute_loss(*_for_trl(own, wanted, reference, stride), False)
-        self._metrics["train"].clear()
-        self._metrics["eval"].clear()
+        mean = self._loss(own, wanted, reference[::stride])
         rewards = self.beta * (own.logps.detach() - reference[::stride])
         measures = {}
         for name, chosen in (("chosen", wanted), ("rejected", ~wanted)):
             count = float(chosen.sum())
             measures[f"reward_{name}"] = (float(rewards[chosen].sum()), count)
             measures[f"logp_{name}"] = (float(own.logps.detach()[chosen].sum()), count)
-        if self._mismatched is not None:
-            gap = float((self._mismatched - reference[1::2]).sum())
-            measures["kl"] = (gap, float(len(wanted)))
+        if gaps is not None:
+            measures["kl"] = (float(gaps.sum()), float(len(wanted)))
         return Losses(mean * len(wanted), measures)
 
+    def _loss(self, own: Answers, wanted: Tensor, reference: Tensor) -> Tensor:
+        """TRL's mean loss of answers, measured from the divergence that is set."""
+        with self.trl_alone():
+            mean: Tensor = self._compute_loss(*_for_trl(own, wanted, reference), False)
+        return mean
+
+    def _mean_over_ranks(self, gaps: Tensor) -> Tensor:
+        """[1] mean of the log-ratios of mismatched answers over the examples of all ranks."""
+        sums = torch.stack([gaps.double().sum(), gaps.new_tensor(len(gaps), dtype=torch.float64)])
+        total, count = self.accelerator.reduce(sums, reduction="sum")
+        mean: Tensor = (total / count).to(gaps.dtype)
+        return mean[None]
+
     def _compute_kl_logps(self, model: Any, batch: Any) -> Tensor | None:
-        """What TRL asks the model for: it was scored in the same row as the answers."""
+        """What TRL asks the model for: it was scored in the same row as the answers, and is their log-ratio already."""
         return self._mismatched
 
-    def _means(self, totals: dict[str, float], prefix: str) -> dict[str, float]:
+    def losses_of_examples(self, answers: Answers, batch: dict[str, Any]) -> list[tuple[float, float, int]]:
+        """Each measured from the divergence of the whole forward pass, which `losses` has just found."""
+        stride, reference = self._stride, batch["reference"].to(answers.logps.dtype)
+        found = []
+        for index in range(self.n_examples(batch)):
+            own = slice(index * stride, index * stride + 1)
+            one = Answers(answers.by_target[own], answers.lengths[own])
+            found.append((float(self._loss(one, batch["wanted"][index : index + 1], reference[own])), 0.0, 0))
+        return found
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
         """With the margin between wanted and unwanted answers, which are not in pairs."""
-        means = super()._means(totals, prefix)
-        sides = [means.get(f"{prefix}_reward_{name}") for name in ("chosen", "rejected")]
-        if None not in sides:
-            means[f"{prefix}_reward_margin"] = sides[0] - sides[1]  # type: ignore[operator]
+        if {"reward_chosen", "reward_rejected"} <= means.keys():
+            return means | {"reward_margin": means["reward_chosen"] - means["reward_rejected"]}
         return means
 
 
@@ -104,7 +123,7 @@ def uses_mismatched_answers(preference: PreferenceSection) -> bool:
     return preference.losses_of("kto") == ("kto",)
 
 
-def _for_trl(own: Answers, wanted: Tensor, reference: Tensor, stride: int) -> tuple[Any, dict[str, Any]]:
+def _for_trl(own: Answers, wanted: Tensor, reference: Tensor) -> tuple[Any, dict[str, Any]]:
     """A stand-in for the model, and the batch, as TRL's KTO loss reads them; what it only logs are zeros."""
     blank = torch.zeros_like(own.by_target)
     found = SimpleNamespace(log_probs=own.by_target, entropy=blank, mean_logits=blank)
@@ -115,7 +134,7 @@ def _for_trl(own: Answers, wanted: Tensor, reference: Tensor, stride: int) -> tu
         "attention_mask": inside,
         "completion_mask": inside,
         "label": wanted,
-        "ref_logps": reference[::stride],
-        "ref_KL_logps": reference[1::2] if stride == 2 else None,
+        "ref_logps": reference,
+        "ref_KL_logps": reference.new_zeros(1),
     }
     return (lambda **_: found), batch

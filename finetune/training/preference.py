@@ -71,7 +71,8 @@ def train_preference(
     if settings.method in REFERENCE_METHODS:
         key = weights_key(source, model, recipe.model.quantize, recipe.model.double_quantization)
         add_reference(trainer, model_key=key, base=section.reference == "base", folder=references, say=say)
-        watch = PreferenceWatch(run_folder / "events.jsonl", trainer.tally, section.beta, say)
+        events, writes = run_folder / "events.jsonl", trainer.accelerator.is_main_process
+        watch = PreferenceWatch(events, trainer.tally, section.beta, say, writes=writes)
         trainer.add_callback(watch)
     result = Session(trainer, recipe, run_folder, say, source).run()
     return replace(result, flags=list(watch.flags.values()) if watch else [])

@@ -23,8 +23,10 @@ class PreferenceWatch(TrainerCallback):
     Log-ratios to the reference are rewards over `beta`. A run that is continued goes on from the events of what was done.
     """
 
-    def __init__(self, events: Path, tally: StepTally, beta: float, say: Callable[[str], None]) -> None:
-        self._log, self._tally, self._beta, self._say = EventLog(events), tally, beta, say
+    def __init__(
+        self, events: Path, tally: StepTally, beta: float, say: Callable[[str], None], *, writes: bool = True
+    ) -> None:
+        self._log, self._tally, self._beta, self._say = EventLog(events if writes else None), tally, beta, say
         self._events = events
         self.flags: dict[str, str] = {}
         self._margins: list[float] = []

@@ -41,13 +41,12 @@ class ExactRewardTrainer(AnswerTrainer, RewardTrainer):
     def losses(self, answers: Answers, batch: dict[str, Any]) -> Losses:
         good, bad = answers.of(0).logps, answers.of(1).logps
         logits = torch.cat([good, bad])[:, None]  # chosen first, as TRL reads them
-        mean = RewardTrainer.compute_loss(
-            self,
-            lambda **_: SimpleNamespace(logits=logits),
-            {"attention_mask": torch.ones_like(logits, dtype=torch.long)},
-        )
-        self._metrics["train"].clear()
-        self._metrics["eval"].clear()
+        with self.trl_alone():
+            mean = RewardTrainer.compute_loss(
+                self,
+                lambda **_: SimpleNamespace(logits=logits),
+                {"attention_mask": torch.ones_like(logits, dtype=torch.long)},
+            )
         with torch.no_grad():
             sums = [good.sum(), bad.sum(), (good - bad).sum(), (good > bad).sum()]
         names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")

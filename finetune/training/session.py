@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_callback import PrinterCallback
 
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.model.adapter_files import save_adapter
+from finetune.model.load import DTYPES
 from finetune.model.source import ModelSource
 from finetune.paths import disk_faults
 from finetune.recipe.schema import Recipe
@@ -80,7 +80,9 @@ class Session:
         trainer, root = self.trainer, self.trainer.checkpoint_root
         stop, best = StopWhenAsked(), self._best_step()
         telemetry = self._watch(stop, best)
-        trial_save(trainer, root)
+        with self._one_process_writes() as writes:
+            if writes:
+                trial_save(trainer, root)
         checkpoint = self._resume(telemetry)
         if best is not None:
             best.continue_from(checkpoint_step(checkpoint) if checkpoint else 0)
@@ -100,7 +102,10 @@ class Session:
         step = self._take(best, telemetry) if best is not None else steps
         with trainer.averaged_weights():
             validation = trainer.evaluate() if trainer.eval_dataset is not None else None
-            output = save_result(trainer, self.recipe, self.run_folder, self.source)
+            with self._one_process_writes() as writes:
+                output = self.run_folder / ("adapter" if self.recipe.adapter.kind != "none" else "model")
+                if writes:
+                    save_result(trainer, self.recipe, output, self.source)
         result = summarise(trainer, self.run_folder, output, validation, seconds)
         return replace(result, steps=steps, result_step=step)
 
@@ -141,13 +146,22 @@ class Session:
         )
         return choice.step
 
+    @contextmanager
+    def _one_process_writes(self) -> Iterator[bool]:
+        """Whether this process writes; the others wait until it has. Sharded weights are gathered by all of them."""
+        trainer = self.trainer
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        yield trainer.accelerator.is_main_process or sharded
+        trainer.accelerator.wait_for_everyone()
+
     @property
     def events_path(self) -> Path:
         return self.run_folder / "events.jsonl"
 
     def _watch(self, stop: StopWhenAsked, best: BestStep | None) -> TelemetryCallback:
-        trainer, log = self.trainer, EventLog(self.events_path)
-        compute = torch.bfloat16 if self.recipe.model.dtype == "bf16" else torch.float32
+        trainer = self.trainer
+        log = EventLog(self.events_path if trainer.accelerator.is_main_process else None)
+        compute = DTYPES[self.recipe.model.dtype]
         telemetry = TelemetryCallback(
             log,
             trainer.tally,
@@ -234,18 +248,16 @@ def finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def save_result(trainer: Any, recipe: Recipe, run_folder: Path, source: ModelSource | None) -> Path:
-    """Write `adapter/` (or `model/` for full tuning) whole or not at all; it loads with plain PEFT / transformers."""
+def save_result(trainer: Any, recipe: Recipe, final: Path, source: ModelSource | None) -> None:
+    """Write the adapter or the whole model into `final`, all of it or nothing; it loads with plain PEFT / transformers."""
     if recipe.adapter.kind != "none":
-        final = run_folder / "adapter"
         save_adapter(trainer.model, final, tokenizer=trainer.processing_class, source=source)
-        return final
-    final, aside = run_folder / "model", run_folder / ".model.partial"
+        return
+    aside = final.with_name(f".{final.name}.partial")
     with disk_faults(final):
         shutil.rmtree(aside, ignore_errors=True)
         trainer.save_weights(aside)
         publish_folder(aside, final)
-    return final
 
 
 def summarise(

@@ -180,3 +180,18 @@ def test_ctrl_c_saves_the_step_and_the_run_continues(
             train_pairs(recipe, name="stopped")
     _, stopped, _ = train_pairs(recipe, name="stopped")
     assert digest_folder(stopped / "adapter") == digest_folder(whole / "adapter")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
+def test_the_best_step_is_chosen_by_the_losses_of_single_examples(
+    dpo_recipe: Any, train_pairs: Any, make_pairs: Any, method: str
+) -> None:
+    unit = "judged" if method == "kto" else "pair"
+    recipe = dpo_recipe(
+        method, train__result="best", train__validate_every_steps=1, train__epochs=2, train__pack_tokens=200
+    )
+    rows = make_pairs(6, unit=unit)
+    result, folder, _ = train_pairs(recipe, rows=rows, validation=rows)
+    validations = {event["step"]: event["loss"] for event in events_of(folder, "validation")}
+    assert validations[result.result_step] == pytest.approx(result.validation_loss, abs=1e-6)
+    assert result.result_step <= min(validations, key=lambda step: validations[step])
