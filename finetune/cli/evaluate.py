@@ -37,6 +37,12 @@ SuiteOption = Annotated[
     list[str] | None,
     typer.Option("--suite", help="Suite by name or path, or lm_eval:TASK; default: those of the run."),
 ]
+BatchSizeOption = Annotated[
+    int | None, typer.Option(min=1, help="Rows decoded together; changes speed, not results.")
+]
+NoiseFlag = Annotated[
+    bool, typer.Option("--noise", help="Also run the base against itself (A/A) for the noise floor.")
+]
 InnerFlag = Annotated[
     bool, typer.Option("--inner", help="Compare the items that both sides have; the others are left out.")
 ]
@@ -59,12 +65,8 @@ def run(
     folder: RunArgument,
     baseline: BaselineOption = "base",
     suites: SuiteOption = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows decoded together; changes speed, not results.")
-    ] = None,
-    noise: Annotated[
-        bool, typer.Option("--noise", help="Also run the base against itself (A/A) for the noise floor.")
-    ] = False,
+    batch_size: BatchSizeOption = None,
+    noise: NoiseFlag = False,
     inner: InnerFlag = False,
     server: ServerOption = None,
     server_base: ServerBaseOption = "base",
@@ -83,8 +85,10 @@ def run(
 
     quiet_libraries()
     from finetune.evaluation.claims import combine
+    from finetune.evaluation.saved_arms import RunAnswers
     from finetune.evaluation.screen import comparison_lines, noise_lines
     from finetune.paths import write_json
+    from finetune.pipeline.manifest import only_process
     from finetune.pipeline.reevaluate import FinishedRun, compare_run, measure_noise
     from finetune.pipeline.served import serving
 
@@ -98,7 +102,11 @@ def run(
         timeout_seconds=serve_timeout,
         say=note,
     )
-    with FinishedRun.open(folder, batch_size=batch_size, serve=serve_by, say=note) as finished:
+    RunAnswers.open(folder)  # a folder of another kind is told as such, and gets no lock
+    with (
+        only_process(folder),
+        FinishedRun.open(folder, batch_size=batch_size, serve=serve_by, say=note) as finished,
+    ):
         chosen = finished.answers.recipe_suites(suites)
         floor = measure_noise(finished, chosen) if noise else []
         prices = priced(finished.context.inputs.recipe.eval.prices, price_per_hour, input_price, output_price)
@@ -227,6 +235,7 @@ def score(
     from finetune.evaluation.saved_arms import RunAnswers
     from finetune.evaluation.screen import comparison_lines
     from finetune.paths import write_json
+    from finetune.pipeline.manifest import only_process
 
     answers = RunAnswers.open(folder)
     added = [parse_scorer(text) for text in scorers or []]
@@ -234,9 +243,10 @@ def score(
     fitting = [suite for suite in every if all(fits(suite, one) for one in added)]
     chosen = every if suites or not fitting else fitting  # where none fits, the first one says why
     wider = [with_scorers(suite, added) for suite in chosen]
-    for suite in chosen:
-        for saved in answers.saved(suite.name):
-            rescore_arm(suite, saved, added)
+    with only_process(folder):
+        for suite in chosen:
+            for saved in answers.saved(suite.name):
+                rescore_arm(suite, saved, added)
     results = [
         compare_records(
             suite,

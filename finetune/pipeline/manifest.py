@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
-from finetune.paths import read_json, write_json
+from finetune.paths import disk_faults, read_json, write_json
 
 FILE_NAME = "manifest.json"
 LOCK_NAME = ".lock"  # held while a process works in the folder
@@ -28,6 +29,31 @@ def refuse_foreign(folder: Path) -> None:
                 f"{folder} is not empty and is not a run folder",
                 fix="choose a new or empty folder with --run-dir",
             )
+
+
+@contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """Hold the run folder's lock: two processes in one folder would overwrite each other's checkpoints and answers."""
+    lock = folder / LOCK_NAME
+    with disk_faults(lock):
+        stream = lock.open("w")
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is working in {short_path(folder)}",
+                fix="wait for it or stop it, or give this run another folder with --run-dir",
+            ) from None
+        yield
+
+
+def short_path(path: Path) -> str:
+    """Relative to the working folder where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 @dataclass

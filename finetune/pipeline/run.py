@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from finetune.paths import disk_faults, runs_root, write_atomic, write_json
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
-from finetune.pipeline.manifest import LOCK_NAME, RunManifest, refuse_foreign
+from finetune.pipeline.manifest import RunManifest, only_process, refuse_foreign, short_path
 from finetune.pipeline.power import announce_power
 from finetune.pipeline.stages import (
     RunContext,
@@ -59,9 +58,9 @@ def run_recipe(
     with disk_faults(folder):
         refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    with _only_process(folder), _report_when_interrupted(folder):
+    with only_process(folder), _report_when_interrupted(folder):
         manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
-        say(f"run folder: {_short(folder)}")
+        say(f"run folder: {short_path(folder)}")
         _describe(inputs, manifest)
         context = RunContext(inputs, manifest, say)
         ensure_generated(inputs.spec_path, say=say)
@@ -108,27 +107,3 @@ def _report_when_interrupted(folder: Path) -> Iterator[None]:
         with suppress(UserError):
             write_report(folder)
         raise
-
-
-@contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Hold the run folder's lock: two processes in one folder would overwrite each other's checkpoints."""
-    lock = folder / LOCK_NAME
-    with disk_faults(lock):
-        stream = lock.open("w")
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is working in {_short(folder)}",
-                fix="wait for it or stop it, or give this run another folder with --run-dir",
-            ) from None
-        yield
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -197,3 +197,17 @@ def test_a_rubric_that_cannot_be_read_is_named(make_answered_run: Any, refused: 
             "eval", "judge", run, "--server", "http://127.0.0.1:9", "--model", "m", "--rubric", path
         )
         assert f"--rubric: cannot read {path}" in said
+
+
+def test_two_processes_do_not_work_in_one_run_folder(make_answered_run: Any, refused: Any) -> None:
+    from finetune.pipeline.manifest import only_process
+
+    run = make_answered_run()
+    with only_process(run):
+        assert "another process is working in" in refused("eval", "score", run)
+        assert "another process is working in" in refused("eval", "run", run)
+
+
+def test_a_folder_that_is_no_run_gets_no_lock(tmp_path: Path, refused: Any) -> None:
+    assert "is not a run folder" in refused("eval", "run", tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -205,11 +205,11 @@ def test_a_run_folder_that_cannot_be_made_is_a_user_error(project: Any) -> None:
 
 
 def test_two_processes_cannot_work_in_one_folder(project: Any, tmp_path: Path) -> None:
-    from finetune.pipeline.run import _only_process
+    from finetune.pipeline.manifest import only_process
 
     folder = tmp_path / "busy"
     folder.mkdir()
-    with _only_process(folder), pytest.raises(UserError, match="another process"):
+    with only_process(folder), pytest.raises(UserError, match="another process"):
         project.run(run_dir=folder)
 
 
