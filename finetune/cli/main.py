@@ -11,7 +11,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import data, evaluate, merge, plan, recipe, report, review, run, stats
+from finetune.cli import data, doctor, evaluate, merge, plan, recipe, report, review, run, stats
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 from finetune.plan.kernel_cache import limit_kernel_caches
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(run.run)
-for group in (recipe, data, plan, evaluate, stats, merge):
+for group in (recipe, data, plan, doctor, evaluate, stats, merge):
     app.add_typer(group.app)
 app.command()(report.report)
 app.command()(review.review)

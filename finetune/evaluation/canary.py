@@ -7,8 +7,7 @@ kept from before the wrapping is no base any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,25 @@ from torch import Tensor
 
 from finetune.digest import digest_file
 from finetune.errors import UserError
+from finetune.model.adapters import base_only
 
 CANARY_THRESHOLD = 1e-3
 _WEIGHTS = "adapter_model.safetensors"
 
 
-@contextmanager
-def base_of(model: Any) -> Iterator[Any]:
-    """The base model of a PEFT-wrapped one, adapters off; they are on again afterwards. Plain models pass through."""
-    if not hasattr(model, "peft_config"):
-        yield model
-        return
-    with model.disable_adapter():
-        yield model
-
-
 @torch.no_grad()
 def canary_logits(model: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Last-position logits [prompts, vocabulary] in fp32, one prompt at a time (no padding can blur them)."""
+    """Last-position logits [prompts, vocabulary] in fp32, one prompt at a time (no padding can blur them).
+
+    Of a model with a score head, the scores [prompts, 1]."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     try:
         rows = [
-            model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=False).logits[0, -1]
+            model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=False)
+            .logits[0, -1]
+            .reshape(-1)
             for prompt in prompts
         ]
     finally:
@@ -62,9 +56,10 @@ def canary_differs(
                 "this model carries no adapter, so there is nothing that could have been tuned",
                 fix="load the adapter, or give the base model's logits for a fully tuned model",
             )
-        with base_of(model) as base:
+        with base_only(model) as base:
             base_logits = canary_logits(base, prompts)
-    difference = float((canary_logits(model, prompts) - base_logits).abs().max())
+    known = base_logits.shape[-1]  # tokens that the tuning added have no logit in the base
+    difference = float((canary_logits(model, prompts)[:, :known] - base_logits).abs().max())
     if not difference > CANARY_THRESHOLD:
         raise UserError(
             f"the tuned model answers like its base: largest logit difference {difference:.2g}",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.row_tokens import encode
-from finetune.evaluation.canary import base_of
+from finetune.model.adapters import base_only
 
 # Logits of a batch take 4 · V bytes a scored token: 512 tokens of a 150k vocabulary are 0.3 GB.
 _TOKENS_PER_BATCH = 512
@@ -122,7 +122,7 @@ def _score(model: Any, batch: Sequence[Request], kl_to_base: bool, base_model: A
     first = logs.argmax(dim=1) == targets
     kl = None
     if kl_to_base:
-        with nullcontext(base_model) if base_model is not None else base_of(model) as base:
+        with nullcontext(base_model) if base_model is not None else base_only(model) as base:
             base_logs = _log_probabilities(base, tokens, mask, predicts)
         kl = (base_logs.exp() * (base_logs - logs)).sum(dim=1).double()
     results, start = [], 0

@@ -93,8 +93,11 @@ def selected_modules(model: nn.Module, section: AdapterSection) -> dict[str, lis
     return inside
 
 
-def check_adapter(model: nn.Module, section: AdapterSection) -> None:
-    """Every name and index of the section against the model; raises UserError with all faults at once."""
+def check_adapter(model: nn.Module, section: AdapterSection, *, quantized: bool = False) -> None:
+    """Every name and index of the section against the model; raises UserError with all faults at once.
+
+    `quantized` says that the layers of a skeleton will be loaded as codes.
+    """
     faults: list[Fault] = []
 
     def attempt(check: Callable[[], Any]) -> None:
@@ -106,7 +109,7 @@ def check_adapter(model: nn.Module, section: AdapterSection) -> None:
     if section.kind in TARGETED:
         attempt(lambda: target_module_names(model, section.target_modules))
         attempt(lambda: _check_patterns(model, section))
-        attempt(lambda: saved_module_names(model, section.modules_to_save))
+        attempt(lambda: saved_module_names(model, section.modules_to_save, quantized=quantized))
     if section.layers is not None:
         attempt(lambda: layer_prefixes(model, section.layers or []))
     if section.kind == "none":
@@ -134,7 +137,7 @@ def check_adapter(model: nn.Module, section: AdapterSection) -> None:
         selected_modules(model, section)
 
 
-def saved_module_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+def saved_module_names(model: nn.Module, names: Iterable[str], *, quantized: bool = False) -> list[str]:
     """Qualified names of the modules that are trained whole; every name must match, and have floating-point weights."""
     modules = dict(model.named_modules())
     faults, found = [], []
@@ -154,13 +157,17 @@ def saved_module_names(model: nn.Module, names: Iterable[str]) -> list[str]:
                     did_you_mean(name, known),
                 )
             )
-        quantized = [
-            module for module in matched if type(modules[module]).__name__ in ("Linear4bit", "Linear8bitLt")
+        head = _head_of(model)
+        coded = [
+            module
+            for module in matched
+            if type(modules[module]).__name__ in ("Linear4bit", "Linear8bitLt")
+            or (quantized and _is_linear(modules[module]) and modules[module] is not head)
         ]
-        if quantized:
+        if coded:
             faults.append(
                 Fault(
-                    f"'{name}' selects {quantized[0]}, whose weights are quantized and cannot be trained whole",
+                    f"'{name}' selects {coded[0]}, whose weights are quantized and cannot be trained whole",
                     "adapter.modules_to_save",
                     "",
                     "leave it out, or set model.quantize: none",

@@ -58,6 +58,15 @@ def speed_up_lora(model: nn.Module) -> int:
     return len(layers)
 
 
+def restore_lora(model: nn.Module) -> None:
+    """Give every LoRA layer PEFT's own forward pass back."""
+    from peft.tuners.lora.layer import Linear
+
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__dict__.pop("forward", None)
+
+
 def _is_plain(layer: Any) -> bool:
     base = layer.base_layer
     names = list(layer.lora_A)

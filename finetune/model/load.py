@@ -22,7 +22,7 @@ from finetune.model.quantization import (
 from finetune.model.reward import MISSING_SCORE, SCORE_HEAD, quiet_loading, start_score
 from finetune.model.source import ModelSource, read_config
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -63,5 +63,7 @@ def _tuned_by(name: str, folder: Path, where: str, say: Say) -> Answerer:
     context = FinishedRun.open(found, say=say).context
     trained, dtype = context.manifest.output_digest("train"), context.inputs.recipe.eval.dtype
     return Answerer(
-        digest_json({"trained": trained, "dtype": dtype}), context.tokenizer, lambda: load_tuned(context)[0]
+        digest_json({"trained": trained, "dtype": dtype}),
+        context.tuned.tokenizer,
+        lambda: load_tuned(context)[0],
     )

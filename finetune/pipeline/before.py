@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.model.adapter_files import load_adapter
-from finetune.model.load import load_model
+from finetune.model.load import load_model, load_tokenizer
 from finetune.pipeline.inputs import RunInputs
+
+
+def tokenizer_before(inputs: RunInputs) -> Any:
+    """The base's tokenizer, or that saved with the adapter training goes on from where it brought new tokens."""
+    tokenizer = load_tokenizer(inputs.source)
+    if inputs.start is None or not (inputs.start.folder / "tokenizer_config.json").is_file():
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(str(inputs.start.folder), local_files_only=True)
+    return saved if len(saved) > len(tokenizer) else tokenizer
 
 
 def load_before(inputs: RunInputs, *, dtype: str, attention: str) -> Any:

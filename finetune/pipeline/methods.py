@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from finetune.data.pair_tokens import PreferenceSplit, tokenise_preferences
 from finetune.data.rows import Row
-from finetune.data.tokenise import TokenisedSplit, tokenise_rows
+from finetune.data.tokenise import TokenisedRow, TokenisedSplit, tokenise_rows
 from finetune.paths import runs_root
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
@@ -48,6 +48,11 @@ def learnt(split: Split) -> list[Any]:
     if isinstance(split, PreferenceSplit):
         return [row.content() for row in split.rows]
     return [[row.input_ids, row.labels] for row in split.rows]
+
+
+def plain_rows(split: Split) -> list[TokenisedRow]:
+    """The rows of a split that are sequences of tokens; of pairs there are none."""
+    return [] if isinstance(split, PreferenceSplit) else split.rows
 
 
 def longest_example(split: Split) -> int:

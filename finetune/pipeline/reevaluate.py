@@ -23,9 +23,8 @@ from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
 from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
-from finetune.model.load import load_tokenizer
 from finetune.pipeline.baseline_store import fetch_baseline
-from finetune.pipeline.before import load_before
+from finetune.pipeline.before import load_before, tokenizer_before
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.served import SERVED_FOLDER, Served
@@ -60,7 +59,7 @@ class FinishedRun:
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
         _refuse_other_weights(manifest, inputs)
-        context = RunContext(inputs, manifest, say, load_tokenizer(inputs.source))
+        context = RunContext(inputs, manifest, say, tokenizer_before(inputs))
         served = serve(inputs) if serve is not None else None
         return cls(context, answers, batch_size or inputs.recipe.eval.batch_size, served)
 
@@ -93,7 +92,8 @@ class FinishedRun:
         tuned = saved.arm == "tuned"
         key, arm = self._key(tuned=tuned), _arm(saved.arm)
         options: dict[str, Any] = {"arm": arm, "few_shot": data.few_shot_rows, "key": key}
-        job = prepare_arm(self.context.tokenizer, data.suite, data.items, **options)
+        tokenizer = self.context.tuned.tokenizer if tuned else self.context.tokenizer
+        job = prepare_arm(tokenizer, data.suite, data.items, **options)
         if job.saved(saved.folder) is not None:
             return saved
         self.context.say(f"evaluate: {data.suite.name}, {len(data.items)} items, {saved.arm}")

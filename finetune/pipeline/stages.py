@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
 from finetune.data.decontaminate import decontaminate
 from finetune.digest import digest_bytes, digest_json
+from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, canary_differs, canary_logits
 from finetune.evaluation.claims import combine
 from finetune.evaluation.compare import compare_folders
@@ -21,13 +22,14 @@ from finetune.evaluation.records import read_records, records_path, summary_path
 from finetune.evaluation.run import evaluate_arm, prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
-from finetune.model.adapters import attach_adapter, target_module_names
+from finetune.model.adapter_targets import check_adapter
 from finetune.model.load import check_context, load_model, load_tokenizer, model_skeleton
 from finetune.model.memory import release_memory
+from finetune.model.new_tokens import NewTokens, add_new_tokens
 from finetune.model.quantization import check_row_lengths
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
-from finetune.pipeline.before import load_before
+from finetune.pipeline.before import load_before, tokenizer_before
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.manifest import RunManifest
@@ -35,6 +37,7 @@ from finetune.pipeline.methods import (
     Split,
     learnt,
     longest_example,
+    plain_rows,
     score_seed,
     tokenise_side,
     train_by_method,
@@ -42,8 +45,18 @@ from finetune.pipeline.methods import (
 from finetune.plan.memory import forecast_training
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
 from finetune.telemetry.progress import Progress
+from finetune.training.preflight import check_training
+from finetune.training.trained_part import add_trained_part
 
 _CANARY_PROMPTS = 2
+
+
+@dataclass(frozen=True)
+class TunedTokens:
+    """A tokenizer, and what was added to it."""
+
+    tokenizer: Any
+    new: NewTokens
 
 
 @dataclass
@@ -56,6 +69,21 @@ class RunContext:
     tokenizer: Any = None
     skipped: list[str] = field(default_factory=list)
     worked: list[str] = field(default_factory=list)
+
+    @cached_property
+    def tuned(self) -> TunedTokens:
+        """The tuned model's tokenizer, with the tokens that the recipe adds; without any it is the base's."""
+        names = self.inputs.recipe.model.new_tokens
+        if not names:
+            return TunedTokens(self.tokenizer, NewTokens())
+        if self.inputs.start is not None:
+            raise UserError(
+                "new tokens cannot be added to an adapter that is trained already",
+                where="model.new_tokens",
+                fix="add them in the run that adapter.start names, or leave out adapter.start",
+            )
+        tokenizer = load_tokenizer(self.inputs.source)
+        return TunedTokens(tokenizer, add_new_tokens(tokenizer, names))
 
     @property
     def folder(self) -> Path:
@@ -98,12 +126,13 @@ def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteD
     """Leave out train rows that the suites ask, tokenise both sides, and write what became of every row."""
     recipe = context.inputs.recipe
     build, found = decontaminate(build, suite_questions(suites, context.inputs.spec_path))
-    context.tokenizer = load_tokenizer(context.inputs.source)
+    context.tokenizer = tokenizer_before(context.inputs)
     check_context(context.inputs.source, recipe.data.max_tokens)
+    tokenizer = context.tuned.tokenizer
     splits = {
-        "train": tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], context.tokenizer),
+        "train": tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer),
         "validation": tokenise_side(
-            recipe, build.rows("validation")[: recipe.data.max_validation_rows], context.tokenizer
+            recipe, build.rows("validation")[: recipe.data.max_validation_rows], tokenizer
         ),
     }
     digest = digest_json({side: learnt(split) for side, split in splits.items()})
@@ -138,12 +167,13 @@ def _row_line(build: DatasetBuild) -> str:
 
 
 def check_stage(context: RunContext, rows: TrainingRows) -> None:
-    """Preflight without weights: target modules, quantized shapes, and the memory forecast."""
+    """Preflight without weights: what the machine lacks, names in the adapter section, shapes, and the memory forecast."""
     recipe, source = context.inputs.recipe, context.inputs.source
     skeleton = model_skeleton(source, recipe.model.trust_remote_code)
     check_row_lengths(skeleton, recipe.model.quantize)
-    if recipe.adapter.kind != "none":
-        target_module_names(skeleton, recipe.adapter.target_modules)
+    check_training(recipe)
+    if context.inputs.start is None:
+        check_adapter(skeleton, recipe.adapter, quantized=recipe.model.quantize != "none")
     longest = longest_example(rows.train)
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 
@@ -227,12 +257,14 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
         )
         if start is not None:
             model = load_adapter(model, start.folder, source=source, trainable=True)
-        elif recipe.adapter.kind != "none":
-            model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
+        else:
+            model = add_trained_part(
+                model, recipe, source=source, new_tokens=context.tuned.new, rows=plain_rows(rows.train)
+            )
         result = train_by_method(
             recipe,
             model,
-            context.tokenizer,
+            context.tuned.tokenizer,
             rows.train,
             rows.validation,
             run_folder=context.folder,
@@ -293,7 +325,7 @@ def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             target = context.folder / "eval" / data.suite.name
             evaluate_arm(
                 model,
-                context.tokenizer,
+                context.tuned.tokenizer,
                 data.suite,
                 data.items,
                 arm="tuned",

@@ -98,6 +98,11 @@ def check_preference_agrees(
             "without an adapter there is no base that could be told from the trained weights",
             fix="set reference: start, which is the same here",
         )
+    _check_keys_of_sft(train, long_rows=long_rows, train_on=train_on)
+
+
+def _check_keys_of_sft(train: TrainSection, *, long_rows: str, train_on: str) -> None:
+    """Keys that only supervised fine-tuning reads would be ignored in silence."""
     if not train.loss.is_plain or train.loss.neftune_alpha:
         raise refused(
             "train.loss", f"it is the loss of sft; {train.method} has its own", fix="leave out train.loss"
@@ -113,6 +118,12 @@ def check_preference_agrees(
             "train.batch_ramp",
             f"{train.method} trains with one global batch",
             fix="leave out train.batch_ramp",
+        )
+    if train.auto:
+        raise refused(
+            "train.auto",
+            f"the batching of {train.method} is not searched, only that of sft",
+            fix="set train.auto: false and give micro_batch_size and gradient_accumulation_steps",
         )
     if long_rows == "split":
         raise refused(

@@ -158,7 +158,7 @@ class TrainSection(Section):
         False, description="Keep activations in the host's memory between forward and backward (CUDA)."
     )
     fp8: bool = Field(
-        False, description="Matrix products in 8-bit floats; needs a GPU that has them and the extra `fp8`."
+        False, description="Matrix products in 8-bit floats. Refused until the training has them."
     )
     auto: bool = Field(
         False,

@@ -20,10 +20,13 @@ def count_steps(n_examples: int, settings: TrainSection, *, n_processes: int = 1
     return min(steps, settings.max_steps) if settings.max_steps else steps
 
 
-def shared_arguments(recipe: Recipe, total_steps: int, output: Path) -> dict[str, Any]:
+def shared_arguments(
+    recipe: Recipe, total_steps: int, output: Path, *, validates: bool = True
+) -> dict[str, Any]:
     """Arguments of every trainer: steps, batch, precision, checkpoints, trackers.
 
-    Optimizer and schedule are not among them: ExactTrainer builds the recipe's own.
+    Optimizer and schedule are not among them: ExactTrainer builds the recipe's own. `validates`: whether there are rows
+    to validate on.
     """
     settings = recipe.train
     return {
@@ -44,7 +47,7 @@ def shared_arguments(recipe: Recipe, total_steps: int, output: Path) -> dict[str
         "data_seed": recipe.seed,
         "save_strategy": "steps",
         "save_steps": settings.checkpoint_every_steps,
-        "eval_strategy": "steps" if settings.validate_every_steps else "no",
+        "eval_strategy": "steps" if settings.validate_every_steps and validates else "no",
         "eval_steps": settings.validate_every_steps,
         "logging_strategy": "steps" if settings.report_to else "no",
         "logging_steps": 1,

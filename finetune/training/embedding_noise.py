@@ -20,7 +20,7 @@ class EmbeddingNoise:
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self.alpha = alpha
         self._lengths: Tensor | None = None
-        embedding.register_forward_hook(self._add)
+        self._handle = embedding.register_forward_hook(self._add)
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """Switch on for a batch; its rows' lengths are read from it."""
@@ -28,6 +28,10 @@ class EmbeddingNoise:
 
     def end(self) -> None:
         self._lengths = None
+
+    def remove(self) -> None:
+        """Take the hook off the embedding."""
+        self._handle.remove()
 
     def _add(self, module: nn.Module, arguments: Any, embedded: Tensor) -> Tensor:
         if self._lengths is None:

@@ -83,7 +83,8 @@ def _make_trainer(
 ) -> AnswerTrainer:
     """The trainer of the recipe's method, in TRL's terms."""
     method, section = recipe.train.method, recipe.train.preference
-    shared = shared_arguments(recipe, total_steps, checkpoint_root)
+    validates = options["validation_packs"] is not None
+    shared = shared_arguments(recipe, total_steps, checkpoint_root, validates=validates)
     options |= {"checkpoint_root": checkpoint_root, "preference": section}
     if method == "dpo":
         from trl import DPOConfig

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 
 import torch
 
 from finetune.errors import Fault, UserError
 from finetune.recipe.schema import Recipe
 from finetune.training.optimizers import check_optimizer
-
-# NVIDIA Ada and Hopper are the first with products of 8-bit floats.
-_FP8_CAPABILITY = (8, 9)
 
 
 def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
@@ -41,21 +38,22 @@ def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
             )
         )
     if recipe.train.fp8:
-        faults += _fp8_faults(on_cuda)
+        faults.append(
+            Fault(
+                "products in 8-bit floats are not part of the training yet",
+                "train.fp8",
+                "the run would be one in the recipe's other precision under this name",
+                "set train.fp8: false; bf16 is the next smaller step",
+            )
+        )
+    if recipe.train.batch_ramp is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        faults.append(
+            Fault(
+                "the batch ramp counts the windows of one process",
+                "train.batch_ramp",
+                f"this run has {os.environ['WORLD_SIZE']} processes",
+                "leave out train.batch_ramp, or start one process",
+            )
+        )
     if faults:
         raise UserError(faults)
-
-
-def _fp8_faults(on_cuda: bool) -> list[Fault]:
-    where, instead = "train.fp8", "set train.fp8: false; bf16 is the next smaller step"
-    if not on_cuda:
-        return [Fault("8-bit floats need a GPU that multiplies them", where, "there is no GPU", instead)]
-    capability = torch.cuda.get_device_capability()
-    if capability < _FP8_CAPABILITY:
-        why = f"this one has compute capability {capability[0]}.{capability[1]}, 8.9 is the first with such products"
-        return [Fault("8-bit floats need a GPU that multiplies them", where, why, instead)]
-    if importlib.util.find_spec("torchao") is None:
-        return [
-            Fault("8-bit floats need the package torchao", where, "", "pip install 'finetune-pipeline[fp8]'")
-        ]
-    return []

@@ -65,6 +65,12 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         if self.uses_target_head:
             add_target_head(base)
 
+    def restore_model(self) -> None:
+        """Take back what this trainer put on the model: its head and its noise. For trainers that only measure."""
+        self.noise.remove()
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base.__dict__.pop("forward", None)
+
     def _losses(self, model: nn.Module, inputs: dict[str, Any], shape: LossShape = PLAIN) -> TargetOutput:
         """Losses [M] of the targets of one batch."""
         plain = {name: value for name, value in inputs.items() if name != "target_weights"}

@@ -10,11 +10,12 @@ import torch
 
 from finetune.digest import digest_file
 from finetune.errors import UserError
-from finetune.evaluation.canary import adapter_sha256, base_of, canary_differs, canary_logits
+from finetune.evaluation.canary import adapter_sha256, canary_differs, canary_logits
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import read_records, read_summary
 from finetune.evaluation.run import evaluate_arm
 from finetune.evaluation.suite import Suite
+from finetune.model.adapters import base_only
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
@@ -37,7 +38,7 @@ def test_wrapping_in_place_leaves_the_base_reachable_and_exact(lively_model: Any
     assert not torch.equal(
         canary_logits(lively_model, PROMPTS), before
     )  # the kept object carries the adapter
-    with base_of(tuned) as base:
+    with base_only(tuned) as base:
         assert torch.equal(canary_logits(base, PROMPTS), before)
     assert canary_differs(tuned, PROMPTS) > 1e-3
     assert canary_differs(tuned, PROMPTS, base_logits=before) == canary_differs(tuned, PROMPTS)
@@ -98,7 +99,7 @@ def test_a_finished_run_is_evaluated_with_its_saved_adapter(
         **options,
     )
     assert read_summary(tmp_path / "eval", "tuned").adapter_sha256 == sha256
-    with base_of(reloaded) as untuned:
+    with base_only(reloaded) as untuned:
         evaluate_arm(untuned, tiny_tokenizer, suite, items, arm="zero_shot", key="base", **options)
     texts = [[r["output"] for r in read_records(tmp_path / "eval", arm)] for arm in ("tuned", "zero_shot")]
     assert texts[0] != texts[1]

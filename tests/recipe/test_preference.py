@@ -69,6 +69,7 @@ def test_settings_of_other_sections_that_do_not_fit(faults: Faults) -> None:
     assert "without dropout" in only(faults(VALID, "train.method=dpo", "adapter.dropout=0.1"))
     assert "no turn of the prompt" in only(faults(VALID, "train.method=dpo", "data.train_on=last"))
     assert "cannot be split" in only(faults(VALID, "train.method=dpo", "data.long_rows=split"))
+    assert "only that of sft" in only(faults(VALID, "train.method=dpo", "train.auto=true"))
     found = faults(VALID, "train.method=dpo", "adapter.kind=prompt", "train.packing=false")
     assert "stand before one row" in only(found)
     found = faults(VALID, "train.method=dpo", "adapter.kind=none", "train.preference.reference=base")

@@ -253,5 +253,15 @@ def test_all_that_a_machine_lacks_is_told_at_once(make_recipe: Any) -> None:
     assert len(caught.value.faults) == 3
 
 
+def test_a_batch_ramp_is_refused_where_several_processes_train(
+    make_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(train__gradient_accumulation_steps=4, train__batch_ramp={"steps": 2})
+    check_training(recipe, on_cuda=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="this run has 2 processes"):
+        check_training(recipe, on_cuda=False)
+
+
 def test_a_plain_recipe_passes_the_preflight(make_recipe: Any) -> None:
     check_training(make_recipe(), on_cuda=False)

@@ -1,0 +1,160 @@
+"""The exactness of training on the user's model and rows: every invariant measured, with its limit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from finetune.data.rows import Row
+from finetune.data.tokenise import TokenisedRow
+from finetune.doctor.finding import Finding, at_most
+from finetune.model.attention import register_document_attention
+from finetune.recipe.schema import Recipe
+from finetune.training import invariants
+
+# Relative to the gradient's norm and in nats, for fp32; the issue of rounding alone.
+FP32_LIMIT = 1e-5
+# Sums in fp64 differ by a few units in the last place of the largest one.
+FP64_LIMIT = 1e-13
+ATTENTIONS = ("eager", "sdpa", "document", "flex_attention")
+MAY_BE_ABSENT = ("flex_attention",)  # needs kernels that not every machine has; the others run everywhere
+_DISTURBANCE = 0.02
+
+
+def choose_rows(rows: Sequence[TokenisedRow], count: int, *, max_tokens: int = 512) -> list[TokenisedRow]:
+    """`count` rows of uneven lengths, from short to long, none above `max_tokens` unless all are."""
+    ordered = sorted(rows, key=lambda row: (len(row.input_ids), row.row_id))
+    short = [row for row in ordered if len(row.input_ids) <= max_tokens] or ordered[:1]
+    if len(short) <= count:
+        return short
+    step = (len(short) - 1) / max(count - 1, 1)
+    return [short[round(place * step)] for place in range(count)]
+
+
+def disturb(model: Any, seed: int = 0) -> None:
+    """Give trainable parameters some noise: a fresh adapter is zero, and zeros hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.add_((_DISTURBANCE * noise).to(parameter))
+
+
+def check_invariants(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    tokenised: Sequence[TokenisedRow],
+) -> Iterator[Finding]:
+    """Yield the findings one by one. `model` is in fp32 with its trained part; `tokenised` are the rows to measure on,
+    `rows` the same before tokenising. The model is as it was afterwards.
+    """
+    register_document_attention()
+    plain = _plain(recipe)
+    yield at_most(
+        "accumulation",
+        invariants.accumulation_error(plain, model, tokenizer, tokenised),
+        FP32_LIMIT,
+        f"{len(tokenised)} micro-batches of one row against one batch, loss and gradient",
+    )
+    yield _in_fp64(plain, model, tokenizer, tokenised)
+    virtual = recipe.adapter.kind in ("prompt", "prefix")
+    for attention in ATTENTIONS:
+        if virtual:
+            yield Finding(f"packing, {attention}", "skipped", "virtual tokens are not trained in packs")
+            continue
+        yield from _packing(plain, model, tokenizer, tokenised, attention)
+    if not virtual:
+        yield at_most(
+            "validation",
+            invariants.validation_error(plain, model, tokenizer, tokenised),
+            FP32_LIMIT,
+            "spread of the validation loss over batch sizes and packs",
+        )
+        yield at_most(
+            "first tokens",
+            invariants.first_token_targets(plain, tokenizer, model, tokenised),
+            0,
+            "first tokens of packed documents that carry loss",
+        )
+    yield at_most(
+        "tokens",
+        invariants.orphaned_tokens(recipe, tokenised),
+        0,
+        "tokens that packing lost, repeated or moved",
+    )
+    differing = invariants.rendering_differences(rows, {row.row_id: row for row in tokenised}, tokenizer)
+    shown = f", e.g. row {differing[0]}" if differing else ""
+    yield at_most(
+        "rendering", len(differing), 0, f"rows trained behind other tokens than the model is given{shown}"
+    )
+
+
+def _plain(recipe: Recipe) -> Recipe:
+    """The recipe without what makes two passes differ on purpose: noise, dropout, recomputation."""
+    loss = recipe.train.loss.model_copy(update={"neftune_alpha": 0.0})
+    changes = {
+        "loss": loss,
+        "gradient_checkpointing": False,
+        "activation_offload": False,
+        "model_dropout": None,
+    }
+    return recipe.model_copy(
+        update={
+            "train": recipe.train.model_copy(update=changes),
+            "model": recipe.model.model_copy(update={"dtype": "fp32"}),
+        }
+    )
+
+
+def _in_fp64(recipe: Recipe, model: Any, tokenizer: Any, rows: Sequence[TokenisedRow]) -> Finding:
+    """The same in fp64, on the two shortest rows of a copy; models that compute parts in fp32 are compared as such."""
+    check = "accumulation, fp64"
+    if recipe.model.quantize != "none":
+        return Finding(check, "skipped", "quantized weights have no fp64")
+    twin = copy.deepcopy(model).double()
+    wide = _stays_fp64(twin, rows[0])
+    error = invariants.accumulation_error(recipe, twin, tokenizer, rows)
+    if not wide:
+        detail = "the model computes parts in fp32 whatever its weights are, so fp32's limit holds"
+        return at_most(check, error, FP32_LIMIT, detail)
+    return at_most(check, error, FP64_LIMIT, "the same sums in another order")
+
+
+@torch.no_grad()
+def _stays_fp64(model: Any, row: TokenisedRow) -> bool:
+    """Whether a change of the embedding too small for fp32 reaches the logits."""
+    ids = torch.tensor([row.input_ids[:8]])
+    seen: list[bool] = []
+
+    def look(module: Any, arguments: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            seen.append(output.dtype == torch.float64 and not bool((output == output.float().double()).all()))
+
+    norms = [m for name, m in model.named_modules() if "norm" in name.lower() and not list(m.children())]
+    handles = [norm.register_forward_hook(look) for norm in norms]
+    model.eval()(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return all(seen)
+
+
+def _packing(
+    recipe: Recipe, model: Any, tokenizer: Any, rows: Sequence[TokenisedRow], attention: str
+) -> Iterator[Finding]:
+    check = f"packing, {attention}"
+    try:
+        deviations = invariants.packing_error(recipe, model, tokenizer, rows, attention)
+    except Exception as error:  # whatever a kernel that this machine lacks raises
+        if attention not in MAY_BE_ABSENT:
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        yield Finding(check, "skipped", f"does not run here: {first[:120]}")
+        return
+    for what, deviation in deviations.items():
+        yield at_most(f"{check}, {what}", deviation, FP32_LIMIT, "packed rows against the rows one by one")
