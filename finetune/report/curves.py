@@ -51,6 +51,7 @@ def read_curves(run: RunFiles) -> Curves:
     ]
     plots = (
         _loss_plot(steps, validations, marks),
+        *_preference_plots(steps, marks),
         _plain_plot(
             "gradient",
             "Gradient norm",
@@ -150,14 +151,40 @@ def _loss_plot(steps: list[Record], validations: list[Record], marks: list[tuple
         train.append(Series("mean", "train", thinned(smoothed(steps, window))))
         legend.append(("train", f"train, mean of {window} steps"))
     validation = Series("validation", "validation", thinned(_points(validations, "loss")), always_marks=True)
+    pairs = any("reward_chosen" in step or "reward_rejected" in step for step in steps)
     if validation.known:
-        legend.append(("validation", "validation, token-weighted"))
+        legend.append(("validation", "validation" if pairs else "validation, token-weighted"))
     series = [*train, validation]
     label = _describe("Loss", [("training", raw), ("validation", _points(validations, "loss"))])
     drawing = line_plot(series, label=label, height=250, events=marks)
-    return Plot(
-        "loss", "Loss", "mean over target tokens, nats", drawing, tuple(legend), "No step has a loss."
+    unit = "mean over examples" if pairs else "mean over target tokens, nats"
+    return Plot("loss", "Loss", unit, drawing, tuple(legend), "No step has a loss.")
+
+
+def _preference_plots(steps: list[Record], marks: list[tuple[float, str]]) -> list[Plot]:
+    """Rewards of both answers and how far the chosen one is ahead; none for a run that learns from no preferences.
+
+    A rising margin with a falling chosen reward is likelihood displacement, which the margin alone would hide.
+    """
+    sides = [(name, _points(steps, f"reward_{name}")) for name in ("chosen", "rejected")]
+    styles = {"chosen": "train", "rejected": "rejected"}
+    if not any(value is not None for _, points in sides for _, value in points):
+        return []
+    drawing = line_plot(
+        [Series(name, styles[name], thinned(points)) for name, points in sides],
+        label=_describe("Rewards", sides),
+        height=140,
+        events=marks,
+        from_zero=True,
     )
+    legend = tuple((styles[name], name) for name, _ in sides)
+    unit = "of both answers, mean of each step"
+    return [
+        Plot("rewards", "Rewards", unit, drawing, legend, "No step has a reward."),
+        _plain_plot(
+            "margin", "Margin", "chosen less rejected reward", "reward_margin", steps, marks, from_zero=True
+        ),
+    ]
 
 
 def _plain_plot(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from finetune.evaluation.reviewed import answer_digest
 from finetune.report.comparison import Judgement, judgement
-from finetune.report.numbers import NBSP, finite, grouped, share, significant, unit_of, whole
+from finetune.report.numbers import NBSP, finite, grouped, sentence_case, share, significant, unit_of, whole
 from finetune.report.read import Record, RunFiles, as_dict, as_list, as_text
 from finetune.report.review.verdicts import summarise_review
 from finetune.report.tables import Cell, Table
@@ -25,6 +25,7 @@ class JudgeResult:
 @dataclass(frozen=True, slots=True)
 class Trust:
     power: tuple[str, ...]
+    training: tuple[str, ...]
     noise: tuple[str, ...]
     formats: Table | None
     by_hand: tuple[str, ...]
@@ -32,7 +33,7 @@ class Trust:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.power or self.noise or self.formats or self.by_hand or self.judges)
+        return not (self.power or self.training or self.noise or self.formats or self.by_hand or self.judges)
 
 
 def read_trust(run: RunFiles) -> Trust:
@@ -44,11 +45,22 @@ def read_trust(run: RunFiles) -> Trust:
     ]
     return Trust(
         power=tuple(f"{line.removeprefix('power: ')}." for line in power),
+        training=_training(run),
         noise=_noise(run),
         formats=_formats(run),
         by_hand=_by_hand(run),
         judges=(*_judges(run), *_pointwise(run)),
     )
+
+
+def _training(run: RunFiles) -> tuple[str, ...]:
+    """What training itself found worth a look, once each: a margin that stays away, chosen answers that become unlikely."""
+    found = {}
+    for event in run.events:
+        message = as_text(event.get("message"))
+        if event.get("event") == "flag" and message:
+            found.setdefault(str(event.get("name")), f"{sentence_case(message).removesuffix('.')}.")
+    return tuple(found.values())
 
 
 def _noise(run: RunFiles) -> tuple[str, ...]:
