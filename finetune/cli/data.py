@@ -209,12 +209,16 @@ def _spans(tokenised: TokenisedRow, tokenizer: Any) -> list[str]:
 
 
 def _token_table(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> dict[str, Any]:
+    """`weight` of a token is there only where an answer of the row has a weight of its own."""
+    tokens: list[dict[str, Any]] = [
+        {"id": token, "text": tokenizer.decode([token]), "target": label == token}
+        for token, label in zip(tokenised.input_ids, tokenised.labels, strict=True)
+    ]
+    for token, weight in zip(tokens, tokenised.weights or (), strict=False):
+        token["weight"] = weight
     return {
         "row": row.id,
-        "tokens": [
-            {"id": token, "text": tokenizer.decode([token]), "target": label == token}
-            for token, label in zip(tokenised.input_ids, tokenised.labels, strict=True)
-        ],
+        "tokens": tokens,
         "spans": _spans(tokenised, tokenizer),
         "n_targets": tokenised.n_targets,
     }
@@ -247,5 +251,8 @@ def _coloured(row: Row, tokenised: TokenisedRow, tokenizer: Any) -> Iterator[Tex
         line.append(text.replace("\n", "⏎\n") or "∅", style="bold black on green" if is_target else "dim")
         line.append("" if text.endswith("\n") else "|", style="dim")
     yield line
-    for number, span in enumerate(_spans(tokenised, tokenizer)):
-        yield Text(f"trained span {number}: {span!r}")
+    for number, (span, (first, _)) in enumerate(
+        zip(_spans(tokenised, tokenizer), tokenised.spans(), strict=True)
+    ):
+        weight = f" (weight {tokenised.weights[first]:g})" if tokenised.weights else ""
+        yield Text(f"trained span {number}{weight}: {span!r}")

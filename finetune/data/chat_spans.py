@@ -33,10 +33,11 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """The text of a conversation up to its last answer, the spans of its trained answers and their prompts' ends."""
+    """The text of a conversation up to its last answer, and the spans of its trained answers with their weights."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...]
 
 
 def render(
@@ -121,6 +122,7 @@ def locate_answers(
     full = render(messages, tokenizer, tools=tools)
     blocks = _generation_blocks(messages, tokenizer, tools, full, len(answers))
     spans: list[tuple[int, int]] = []
+    weights: list[float] = []
     for number, index in enumerate(answers):
         if (last_only and index != answers[-1]) or index == 0 or not is_trained_answer(messages[index]):
             continue
@@ -134,12 +136,19 @@ def locate_answers(
             start, end = _block_edges(full, blocks[number], len(prompt), closing)
         _require_as_written(messages[index], full[start:end], index)
         spans.append((start, end))
-    return RenderedRow(full, tuple(spans))
+        weights.append(weight_of(messages[index]))
+    return RenderedRow(full, tuple(spans), tuple(weights))
 
 
 def is_trained_answer(turn: Mapping[str, Any]) -> bool:
     """Whether a turn is an answer that is to be learnt: not marked `train: false` or `weight: 0`."""
     return turn["role"] == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
+
+
+def weight_of(turn: Mapping[str, Any]) -> float:
+    """How much the loss on a trained answer counts: its `weight`, 1 where it says none."""
+    weight = turn.get("weight")
+    return 1.0 if weight is None else float(weight)
 
 
 def _rendered_end(

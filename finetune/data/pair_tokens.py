@@ -179,6 +179,12 @@ def _cut_apart(row: Row, turns: Sequence[Turn], tokenizer: Any, closing: Closing
     ]
     chat = Row(row.id, (*prompt_turns, *turns), row.group, row.source, tools=row.tools)
     whole = tokenise_with(chat, tokenizer, closing, "all")
+    if whole.weights is not None:
+        raise UserError(
+            "a turn of the answer has a weight of its own, and preference methods weigh all of an answer alike",
+            where=f"row {row.id} ({row.source})",
+            fix="leave out 'weight', or mark turns that are not to count with train: false",
+        )
     spans = whole.spans()
     if not spans:
         return whole.input_ids, Answer([], [])

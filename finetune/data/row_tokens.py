@@ -23,13 +23,15 @@ TrainOn = Literal["all", "last"]
 class TokenisedRow:
     """input_ids and labels have the same length; labels are the ids themselves on targets and -100 elsewhere.
 
-    Labels are not shifted: position i is predicted from the positions before it, as transformers does it.
+    Labels are not shifted: position i is predicted from the positions before it, as transformers does it. `weights`, as
+    long as they, is there when an answer has a weight other than 1: how much each target counts, 0 elsewhere.
     """
 
     row_id: str
     input_ids: list[int]
     labels: list[int]
     n_targets: int
+    weights: list[float] | None = None
 
     def spans(self) -> list[tuple[int, int]]:
         """The runs of targets as (first, past the last) token positions."""
@@ -79,13 +81,16 @@ def tokenise_with(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn)
     for pairs, judged answers and steps, of which an answer may be one that is not wanted.
     """
     try:
-        ids, labels = _tokens_of(row, tokenizer, closing, train_on)
+        ids, labels, weights = _tokens_of(row, tokenizer, closing, train_on)
     except UserError as error:
         raise UserError([_naming(row, fault) for fault in error.faults]) from error
-    return TokenisedRow(row.id, ids, labels, sum(label != IGNORED for label in labels))
+    return TokenisedRow(row.id, ids, labels, sum(label != IGNORED for label in labels), weights)
 
 
-def _tokens_of(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn) -> tuple[list[int], list[int]]:
+def _tokens_of(
+    row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn
+) -> tuple[list[int], list[int], list[float] | None]:
+    """Ids, labels, and weights where an answer has one of its own."""
     if row.kind == "chat":
         rendered = locate_answers(
             row.messages, tokenizer, closing, tools=row.tools, last_only=train_on == "last"
@@ -95,9 +100,9 @@ def _tokens_of(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn) ->
         ids = list(tokenizer(row.text)["input_ids"])
         if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
-        return ids, _first_ignored(ids)
+        return ids, _first_ignored(ids), None
     if row.kind == "tokens":
-        return list(row.input_ids), _first_ignored(list(row.labels))
+        return list(row.input_ids), _first_ignored(list(row.labels)), None
     raise UserError(
         f"a row of kind {row.kind} is not learnt answer by answer",
         why="it holds answers that are not wanted, and all would be trained alike",
@@ -115,8 +120,8 @@ def _naming(row: Row, fault: Fault) -> Fault:
     return Fault(fault.what, f"{where}, {fault.where}" if fault.where else where, fault.why, fault.fix)
 
 
-def _label(rendered: RenderedRow, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of the text, and labels on the tokens inside the spans.
+def _label(rendered: RenderedRow, tokenizer: Any) -> tuple[list[int], list[int], list[float] | None]:
+    """Ids of the text, labels on the tokens inside the spans, and their weights unless all are 1.
 
     The text is tokenised in one go when every prompt in it then has the very tokens that the model is given when it is
     used. Where prompt and answer would merge into one token, the text is cut at the start of each answer instead.
@@ -129,7 +134,13 @@ def _label(rendered: RenderedRow, tokenizer: Any) -> tuple[list[int], list[int]]
     labels = [IGNORED] * len(ids)
     for first, last in places:
         labels[first:last] = ids[first:last]
-    return ids, _first_ignored(labels)
+    labels = _first_ignored(labels)
+    if all(weight == 1.0 for weight in rendered.weights):
+        return ids, labels, None
+    weights = [0.0] * len(ids)
+    for (first, last), weight in zip(places, rendered.weights, strict=True):
+        weights[first:last] = [weight] * (last - first)
+    return ids, labels, weights
 
 
 def _places(

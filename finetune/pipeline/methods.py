@@ -47,7 +47,7 @@ def learnt(split: Split) -> list[Any]:
     """Everything that is learnt from a side, for a digest."""
     if isinstance(split, PreferenceSplit):
         return [row.content() for row in split.rows]
-    return [[row.input_ids, row.labels] for row in split.rows]
+    return [[row.input_ids, row.labels, *([row.weights] if row.weights else [])] for row in split.rows]
 
 
 def plain_rows(split: Split) -> list[TokenisedRow]:

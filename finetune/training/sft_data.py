@@ -24,7 +24,7 @@ def training_dataset(rows: Sequence[TokenisedRow], settings: TrainSection) -> Da
     """Packs (or rows, without packing) as the trainer reads them.
 
     input_ids and labels; seq_lengths of a pack's rows, which lie one behind the other, so that none attends to another;
-    `rows`, their places in `rows`; and `weights` of the tokens where the recipe weighs turns.
+    `rows`, their places in `rows`; and `weights` of the tokens where the recipe, or one of the rows, weighs turns.
     """
     lengths = [len(row.input_ids) for row in rows]
     if settings.packing:
@@ -46,7 +46,7 @@ def training_dataset(rows: Sequence[TokenisedRow], settings: TrainSection) -> Da
     if settings.packing:
         columns["seq_lengths"] = [[lengths[index] for index in members] for members in packs]
     features = dict.fromkeys(columns, _IDS)
-    if settings.loss.turn_weights:
+    if settings.loss.turn_weights or any(row.weights is not None for row in rows):
         weights = [row_weights(row, settings.loss.turn_weights) for row in rows]
         columns["weights"] = [[weight for index in members for weight in weights[index]] for members in packs]
         features["weights"] = Column(Value("float32"))

@@ -112,7 +112,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         tally.n_targets += losses.nll.numel()
         tally.n_tokens += int(lengths.sum())
         tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
-        if not self.settings.loss.is_plain:
+        if weights is not None or not self.settings.loss.is_plain:
             total_weight = losses.nll.numel() if weights is None else float(weights.sum())
             tally.add_examples(0, {"objective": (objective, total_weight)})
 

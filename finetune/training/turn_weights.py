@@ -1,4 +1,4 @@
-"""Weights of a row's answers: which turn of a conversation counts how much."""
+"""Weights of a row's answers: which turn of a conversation counts how much, by the row and by the recipe."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from finetune.data.tokenise import TokenisedRow
 from finetune.training.head import IGNORED
 
 
-def row_weights(row: TokenisedRow, turn_weights: Sequence[float]) -> list[float]:
-    """A weight for every token of a row, 0 where it is no target.
+def row_weights(row: TokenisedRow, turn_weights: Sequence[float] = ()) -> list[float]:
+    """A weight for every token of a row, 0 where it is no target: that of `turn_weights` times the row's own.
 
     The last weight is the last answer's, the one before it that of the answer before; earlier answers take the first.
     """
     weights = [0.0] * len(row.labels)
     for back, (first, last) in enumerate(reversed(row.spans()), start=1):
-        weight = float(turn_weights[max(len(turn_weights) - back, 0)])
+        weight = float(turn_weights[max(len(turn_weights) - back, 0)]) if turn_weights else 1.0
         weights[first:last] = [weight] * (last - first)
-    return weights
+    if row.weights is None:
+        return weights
+    return [weight * own for weight, own in zip(weights, row.weights, strict=True)]
 
 
 class WeightedCollator:
-    """A collator of TRL whose batches also hold `target_weights` [B, T], when their examples have weights."""
+    """A collator of TRL whose batches also hold `rows`, the places of their rows in order, and `target_weights` [B, T], when
+    their examples have weights."""
 
     def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
         self._collate = collate
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self._collate(examples)
+        if "rows" in examples[0]:
+            batch["rows"] = [row for example in examples for row in example["rows"]]
         if "weights" not in examples[0]:
             return batch
         given = [torch.tensor(example["weights"], dtype=torch.float32) for example in examples]

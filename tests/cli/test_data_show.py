@@ -35,6 +35,28 @@ def test_tokens_that_make_up_one_character_are_shown_as_that_character(
     assert "trained span 0: 'sehr groß 👍<|im_end|>'" in said.output
 
 
+def test_answers_with_a_weight_of_their_own_are_shown_with_it(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "half", "weight": 0.5},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "whole"},
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\nsplit: {shares: {train: 1.0}}\n"
+    )
+    asked = ["show", str(tmp_path / "mine.yaml"), "--model", str(tiny_model_folder)]
+    asked += ["--builds", str(tmp_path / "builds")]
+    said = CliRunner().invoke(app, asked, catch_exceptions=False).output
+    assert "trained span 0 (weight 0.5): 'half<|im_end|>'" in said
+    assert "trained span 1 (weight 1): 'whole<|im_end|>'" in said
+    table = json.loads(CliRunner().invoke(app, [*asked, "--json"], catch_exceptions=False).stdout)
+    assert {token["weight"] for token in table["tokens"] if token["target"]} == {0.5, 1.0}
+
+
 def test_every_command_is_there() -> None:
     said = CliRunner().invoke(app, ["--help"]).output
     for name in ("build", "show", "check", "consistency", "lengths", "review", "card"):

@@ -175,3 +175,10 @@ def test_rows_of_another_kind_are_refused_by_name(tiny_tokenizer: Any) -> None:
     chat = Row("c", (say("user", "a"), say("assistant", "b")), "c", "test")
     with pytest.raises(UserError, match=r"row c is of kind 'chat'"):
         tokenise_preferences([chat], tiny_tokenizer, unit="pair", max_tokens=512)
+
+
+def test_an_answer_with_a_weight_of_its_own_is_refused(tiny_tokenizer: Any) -> None:
+    weighed = pair("yes", "no")
+    weighed.chosen[0]["weight"] = 0.5
+    with pytest.raises(UserError, match=r"row p \(test\): a turn of the answer has a weight"):
+        tokenise_preferences([weighed], tiny_tokenizer, unit="pair", max_tokens=512)

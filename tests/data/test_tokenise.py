@@ -305,6 +305,40 @@ def test_answers_can_be_left_out_of_the_loss(tiny_tokenizer: Any) -> None:
         assert spans_of(done, tiny_tokenizer) == ["fine<|im_end|>", "good<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [None, generation_template()])
+def test_the_weight_of_an_answer_is_that_of_its_tokens(
+    with_template: WithTemplate, tiny_tokenizer: Any, template: str | None
+) -> None:
+    tokenizer = tiny_tokenizer if template is None else with_template(template)
+    turns = row_of("q1", "half", "q2", "whole", "q3", "twice").messages
+    for turn, weight in zip(turns[1::2], (0.5, None, 2), strict=True):
+        turn["weight"] = weight
+    done = tokenise_row(Row("r", turns, "g", "s"), tokenizer)
+    check_account(done)
+    assert spans_of(done, tokenizer) == ["half<|im_end|>", "whole<|im_end|>", "twice<|im_end|>"]
+    assert done.weights is not None
+    weighed = [set(done.weights[first:last]) for first, last in done.spans()]
+    assert weighed == [{0.5}, {1.0}, {2.0}]
+    outside = [w for w, label in zip(done.weights, done.labels, strict=True) if label == IGNORED]
+    assert set(outside) == {0.0}
+    last = tokenise_row(Row("r", turns, "g", "s"), tokenizer, train_on="last")
+    assert last.weights is not None and set(last.weights) == {0.0, 2.0}
+    each = tokenise_rows([Row("r", turns, "g", "s")], tokenizer, max_tokens=300, train_on="each")
+    assert [None if row.weights is None else max(row.weights) for row in each.rows] == [0.5, None, 2.0]
+
+
+def test_answers_that_all_weigh_one_have_no_weights(tiny_tokenizer: Any) -> None:
+    assert tokenise_row(row_of("q1", "a", "q2", "b", weight=1), tiny_tokenizer).weights is None
+    assert tokenise_row(row_of("q1", "a", "q2", "b", weight=0), tiny_tokenizer).weights is None
+
+
+def test_a_row_that_is_parted_keeps_the_weights_of_its_answers(tiny_tokenizer: Any) -> None:
+    turns = row_of("q" * 40, "half", "p" * 40, "whole").messages
+    turns[1]["weight"] = 0.5
+    split = tokenise_rows([Row("r", turns, "g", "s")], tiny_tokenizer, max_tokens=120, long_rows="split")
+    assert [None if row.weights is None else max(row.weights) for row in split.rows] == [0.5, None]
+
+
 def test_turns_after_the_last_answer_and_an_unasked_greeting_are_not_learnt(tiny_tokenizer: Any) -> None:
     turns = [
         {"role": "assistant", "content": "Hello!"},

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.data.rows import Row
+from finetune.data.tokenise import tokenise_rows
 from finetune.telemetry.callback import StepTally
 from finetune.telemetry.events import read_events
 from finetune.training.embedding_noise import EmbeddingNoise
@@ -128,6 +130,51 @@ def test_turn_weights_count_from_the_last_answer(make_rows: Any) -> None:
     assert [row_weights(row, [3.0])[first] for first, _ in spans] == [3.0, 3.0, 3.0]
     outside = [weight for weight, label in zip(weights, row.labels, strict=True) if label == IGNORED]
     assert set(outside) == {0.0}
+
+
+@pytest.mark.parametrize("turn_weights", [[], [0.25, 1.0]])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_weights_that_rows_give_their_answers_reach_the_gradient(
+    layout: dict[str, Any], turn_weights: list[float], tiny_tokenizer: Any, make_recipe: Any, first_step: Any
+) -> None:
+    """`weight` of a turn multiplies what the recipe says of it; rows with and without weights mix."""
+
+    def row(number: int, *weights: float | None) -> Row:
+        turns: list[dict[str, Any]] = []
+        for turn, weight in enumerate(weights):
+            answer = {"role": "assistant", "content": f"answer {turn} to {number}" * (turn + 1)}
+            turns += [{"role": "user", "content": f"question {turn}"}, answer]
+            if weight is not None:
+                answer["weight"] = weight
+        return Row(f"r{number}", tuple(turns), str(number), "s")
+
+    given = [row(0, 0.5, 2), row(1, None, None), row(2, 0.1), row(3, 0, 0.7, None)]
+    rows = tokenise_rows(given, tiny_tokenizer, max_tokens=512).rows
+    recipe = make_recipe(train__loss={"turn_weights": turn_weights}, **layout)
+    value, gradient, trainer = first_step(recipe, rows)
+
+    model = trainer.model.eval()
+    model.zero_grad()
+    total, weight_sum = torch.zeros(()), 0.0
+    by_turn = turn_weights or [1.0]
+    for one in rows:
+        labels = torch.tensor(one.labels)[1:]
+        logs = model(input_ids=torch.tensor([one.input_ids])).logits[0, :-1]
+        nll = torch.nn.functional.cross_entropy(logs, labels, ignore_index=IGNORED, reduction="none")
+        own = [w for w in weights_of(given[int(one.row_id[1:])]) if w]
+        for back, ((first, last), weight) in enumerate(zip(one.spans()[::-1], own[::-1], strict=True), 1):
+            weight *= by_turn[max(len(by_turn) - back, 0)]
+            total = total + weight * nll[first - 1 : last - 1].sum()
+            weight_sum += weight * (last - first)
+    (total / weight_sum).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert value == pytest.approx(float(total.detach()) / weight_sum, abs=5e-6)
+    assert (gradient - expected).norm() / expected.norm() < 1e-5
+
+
+def weights_of(row: Row) -> list[float]:
+    weights = [turn.get("weight") for turn in row.messages if turn["role"] == "assistant"]
+    return [1.0 if weight is None else float(weight) for weight in weights]
 
 
 def test_the_reported_loss_stays_the_plain_one(make_recipe: Any, train: Any) -> None:

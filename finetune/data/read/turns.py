@@ -16,6 +16,7 @@ from finetune.digest import canonical_json
 
 ROLES = ("user", "assistant", "system", "tool", "developer")
 INSTRUCTING = ("system", "developer")
+MOST_WEIGHT = 100
 # Names that collections in the ShareGPT manner give to the speakers.
 SHAREGPT_ROLES = {
     "human": "user",
@@ -155,9 +156,11 @@ def _role(given: Any, where: str, keys: TurnKeys, *, sharegpt: bool) -> str:
 
 def _check_kept(kept: Turn, where: str) -> None:
     weight = kept.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise RowError(f"{where}: 'weight' is {weight!r}; a turn is trained (1) or not (0)")
-    if not isinstance(kept.get("train", True), bool):
+    if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= MOST_WEIGHT):
+        raise RowError(
+            f"{where}: 'weight' is {weight!r}; a turn weighs from 0 (not trained) to {MOST_WEIGHT}"
+        )
+    if kept.get("train") is not None and not isinstance(kept["train"], bool):
         raise RowError(f"{where}: 'train' is {kept['train']!r}; a turn is trained (true) or not (false)")
     calls = kept.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):

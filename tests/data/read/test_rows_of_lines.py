@@ -165,7 +165,7 @@ BAD_ROWS: list[tuple[bytes, str]] = [
     (b'{"messages": [{"role": "assistant"}]}', "'content' is null or missing"),
     (b'{"messages": [{"role": "assistant", "content": 7}]}', "'content' is a number"),
     (b'{"messages": [{"role": "assistant", "content": ""}]}', "the answer is empty"),
-    (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "'weight' is 0.5"),
+    (b'{"messages": [{"role": "assistant", "content": "x", "weight": "half"}]}', "'weight' is 'half'"),
     (b'{"prompt": "p", "completion": null}', "'completion' is null"),
     (b'{"prompt": 3, "completion": "c"}', "'prompt' is a number"),
     (b'{"prompt": "p", "completion": ""}', "'completion' is empty"),

@@ -330,6 +330,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("q"), assistant("a")], "system": 7}, "'system' is a number"),
     ({"messages": [user("q"), assistant("a", tool_calls="f()")]}, "'tool_calls' is not a list"),
     ({"messages": [user("q"), assistant("a", train="no")]}, "'train' is 'no'"),
+    ({"messages": [user("q"), assistant("a", weight=-0.5)]}, "'weight' is -0.5; a turn weighs from 0"),
+    ({"messages": [user("q"), assistant("a", weight=101)]}, "'weight' is 101; .* to 100"),
+    ({"messages": [user("q"), assistant("a", weight="0.5")]}, "'weight' is '0.5'"),
     ({"messages": [{"role": ["user"], "content": "q"}, assistant("a")]}, r"the role is \['user'\]"),
     ({"messages": [{"role": "gpt", "content": "q"}, assistant("a")]}, "source.roles"),
     ({"question": "q", "answer": "a"}, r"its keys: answer, question\); source.columns"),
@@ -345,6 +348,13 @@ def test_what_is_no_row_says_why(read: Callable[..., Any], record: dict[str, Any
     [entry] = found.rejects
     assert (entry.line, entry.source, json.loads(entry.raw)) == (2, "rows.jsonl", record)
     assert re.search(reason, entry.reason), entry.reason
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": 0}, {"weight": None}, {"train": None}])
+def test_marks_of_a_turn_are_kept_as_given(read: Callable[..., Any], mark: dict[str, Any]) -> None:
+    turns = [user("q"), assistant("a", **mark)]
+    [row] = read([{"messages": turns}]).rows
+    assert row.messages == tuple(turns)
 
 
 def test_a_stated_shape_makes_rows_of_another_shape_rejects(read: Callable[..., Any]) -> None:
