@@ -38,13 +38,16 @@ __all__ = [
     "REJECTS",
     "DatasetBuild",
     "build_dataset",
+    "code_digest",
     "complete_build",
     "default_builds_root",
     "load_spec",
     "open_build",
     "split_digest",
 ]
-_IMPORTED = re.compile(rb"from finetune\.data(?:\.([a-z_.]+))? import \(?\s*([\w, ]+)")
+_IMPORTED = re.compile(rb"from finetune\.data(?:\.([a-z_.]+))? import (?:\(([^)]*)\)|([^\n]*))")
+_READER, _ASSEMBLY = "stages/read.py", "build.py"
+_TELLING = frozenset({"card.py"})  # what it writes beside the rows says nothing that decides one
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def build_dataset(
             pieces = [
                 piece
                 for given in plan.inputs
-                for piece in pieces_of(given, plan.spec, spec_path.parent, plan.code, piece_bytes)
+                for piece in pieces_of(given, plan.spec, spec_path.parent, plan.reader, piece_bytes)
             ]
             manifest = make_build(plan, pieces, work, runner or LocalRunner(), on_progress or _nobody)
             _publish(work, folder)
@@ -136,9 +139,9 @@ def open_build(folder: Path) -> DatasetBuild:
 
 
 def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
-    """Find and hash everything that the spec names."""
+    """Find and hash everything that the spec names, and the code that will make rows of it."""
     spec = loaded.value
-    code = _code_digest()
+    code = code_digest(_ASSEMBLY)
     inputs = [
         gather_input(origin, source, spec_folder, _where_in(loaded, origin))
         for origin, source in enumerate(spec.sources)
@@ -167,6 +170,7 @@ def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
         spec=spec,
         digest=digest_json(decided_by),
         code=code,
+        reader=code_digest(_READER),
         inputs=inputs,
         folder=spec_folder,
         frozen={} if frozen_path is None else read_assignment(frozen_path),
@@ -191,22 +195,23 @@ def _digest_named(path: Path, where: str) -> str:
     return digest_file(path)
 
 
-def _code_digest(package: Path = Path(__file__).parent) -> str:
+def code_digest(start: str, package: Path = Path(__file__).parent) -> str:
     """Of the modules of this package that decide the rows, so that a changed reader never finds an old build.
 
-    Those are the ones that this module imports, and what they import, here or inside a function.
+    Those are `start`, the modules that it imports, and what they import, here or inside a function; but not those that
+    only tell of rows that are decided.
     """
-    waiting = [package / Path(__file__).name]
+    waiting = [package / start]
     found: dict[str, bytes] = {}
     while waiting:
         path = waiting.pop()
         name = path.relative_to(package).as_posix()
-        if name in found:
+        if name in found or name in _TELLING:
             continue
         found[name] = path.read_bytes()
-        for module, names in _IMPORTED.findall(found[name]):
+        for module, *names in _IMPORTED.findall(found[name]):
             place = package.joinpath(*filter(None, module.decode().split(".")))
-            members = [place / member.strip() for member in names.decode().split(",") if member.strip()]
+            members = [place / member.decode() for member in re.findall(rb"\w+", b" ".join(names))]
             modules = [one.with_suffix(".py") for one in (place, *members)]
             waiting += [one for one in (*modules, place / "__init__.py") if one.is_file()]
     return digest_json([[name, digest_bytes(found[name])] for name in sorted(found)])

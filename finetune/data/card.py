@@ -18,6 +18,7 @@ from finetune.paths import disk_faults, write_json
 CARD = "README.md"
 CROISSANT = "croissant.json"
 _NO_LICENCE = "unknown"
+_FILES_SHOWN = 50
 # What the Croissant vocabulary says words mean; every Croissant file carries it.
 _CONTEXT = {
     "@language": "en",
@@ -82,7 +83,7 @@ def card_of(manifest: Mapping[str, Any]) -> str:
     name = str(manifest["name"])
     lines = [
         "---",
-        f"license: {json.dumps(_hub_licence(manifest))}",
+        f"license: {json.dumps(_hub_licence(manifest), ensure_ascii=False)}",
         f"pretty_name: {json.dumps(name)}",
         "configs:",
         "- config_name: default",
@@ -108,7 +109,7 @@ def croissant_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     name = str(manifest["name"])
     files = manifest["files"]
     sides = _filled(manifest)
-    licence = _licence_of(manifest)
+    licences = [licence for licence in _licences(manifest) if licence != _NO_LICENCE]
     return {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -118,7 +119,7 @@ def croissant_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
             manifest.get("description") or f"Rows to tune and evaluate a language model: {name}."
         ),
         "version": f"1.0.0+{manifest['digest'][:16]}",
-        **({"license": licence} if licence != _NO_LICENCE else {}),
+        **({"license": licences[0] if len(licences) == 1 else licences} if licences else {}),
         "distribution": [
             {
                 "@type": "cr:FileObject",
@@ -165,20 +166,36 @@ def _filled(manifest: Mapping[str, Any]) -> list[str]:
     return [side for side in SIDES if manifest["splits"][side]["rows"]]
 
 
-def _licence_of(manifest: Mapping[str, Any]) -> str:
-    return str(manifest.get("licence") or _NO_LICENCE)
+def _parts(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Every source of the rows; that of the pinned rows comes last."""
+    given = manifest["source"]
+    pinned = manifest.get("pinned")
+    return [*given.get("sources", [given]), *([pinned] if pinned else [])]
 
 
-def _hub_licence(manifest: Mapping[str, Any]) -> str:
+def _licence_of(part: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """The licence of a part: its own, or that of the whole."""
+    return str(part.get("licence") or manifest.get("licence") or _NO_LICENCE)
+
+
+def _licences(manifest: Mapping[str, Any]) -> list[str]:
+    """The licences of all parts, each once."""
+    return list(dict.fromkeys(_licence_of(part, manifest) for part in _parts(manifest)))
+
+
+def _hub_licence(manifest: Mapping[str, Any]) -> str | list[str]:
     """SPDX names in small letters, as the hub's cards spell them."""
-    return _licence_of(manifest).lower()
+    licences = [licence.lower() for licence in _licences(manifest)]
+    return licences[0] if len(licences) == 1 else licences
 
 
 def _licence_words(manifest: Mapping[str, Any]) -> str:
-    licence = _licence_of(manifest)
-    if licence == _NO_LICENCE:
-        return "unknown: ask whoever owns the sources before you share rows, or a model that learnt them"
-    return _one_line(licence)
+    unknown = "unknown: ask whoever owns the sources before you share rows, or a model that learnt them"
+    licences = _licences(manifest)
+    words = [unknown if licence == _NO_LICENCE else _one_line(licence) for licence in licences]
+    if len(words) == 1:
+        return words[0]
+    return f"each part has its own, and all of them hold for the whole ({'; '.join(words)})"
 
 
 def _sides(manifest: Mapping[str, Any]) -> list[str]:
@@ -190,26 +207,47 @@ def _sides(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _sources(manifest: Mapping[str, Any]) -> list[str]:
-    """One line a file or package of every source, with its licence where one is named."""
-    rows: list[list[str]] = []
-    given = manifest["source"]
-    for source in given.get("sources", [given]):
-        licence = str(source.get("licence") or _licence_of(manifest))
-        parts = {**source.get("files", {}), **source.get("packages", {})} or {
-            str(source.get("kind", "?")): ""
-        }
-        rows += [
-            [_one_line(part), _one_line(licence), f"`{str(what)[:16]}`" if what else ""]
-            for part, what in parts.items()
+    """A line for every source, with its licence and its rows; then a line for every file or package."""
+    parts = _parts(manifest)
+    sources = [
+        [
+            str(number),
+            _one_line(_from(part, is_pinned=part is manifest.get("pinned"))),
+            _one_line(_licence_of(part, manifest)),
+            str(part.get("read", "")),
         ]
-    shown, more = rows[:50], len(rows) - 50
+        for number, part in enumerate(parts, start=1)
+    ]
+    files = [
+        [str(number), _one_line(name), f"`{str(what)[:16]}`"]
+        for number, part in enumerate(parts, start=1)
+        for name, what in {**part.get("files", {}), **part.get("packages", {})}.items()
+    ]
+    more = len(files) - _FILES_SHOWN
     return [
         "## Sources",
         "",
-        *_table(["part", "licence", "version or SHA-256"], shown),
+        *_table(["source", "from", "licence", "rows read"], sources),
+        "",
+        *_table(["source", "file or package", "SHA-256 or version"], files[:_FILES_SHOWN]),
         *([f"\nand {more} more, in `manifest.json`"] if more > 0 else []),
         "",
     ]
+
+
+def _from(part: Mapping[str, Any], *, is_pinned: bool) -> str:
+    """Where a part is from, in words."""
+    words = {
+        "hub": f"dataset {part.get('dataset')} of the Hugging Face hub",
+        "home_intents": "sentence templates of Home Assistant, sampled",
+        "generated": f"answers of the model {part.get('model')} to the prompts of {part.get('prompts')}",
+    }
+    said, origin = words.get(str(part.get("kind"))), part.get("origin")
+    if said is None:
+        said = str(origin or "own files")
+    elif origin:
+        said += f" ({origin})"
+    return f"{said}; pinned as regressions" if is_pinned else said
 
 
 def _ledger(manifest: Mapping[str, Any]) -> list[str]:

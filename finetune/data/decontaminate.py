@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.build import DatasetBuild, complete_build
+from finetune.data.build import DatasetBuild, code_digest, complete_build
+from finetune.data.card import CARD, CROISSANT, write_card
 from finetune.data.leaks import read_side
 from finetune.data.questions import Questions
 from finetune.data.rows import Progress, Row
@@ -49,7 +50,10 @@ def decontaminate(
         return build, {"evaluations": {}, "rows": []}
     section = GuardSection(**build.manifest.get("guard", {}))
     asked = {one.name: one.digest for one in evaluations}
-    key = digest_json({"build": build.digest, "against": asked, "guard": section.model_dump(mode="json")})
+    code = code_digest("decontaminate.py")
+    key = digest_json(
+        {"build": build.digest, "against": asked, "guard": section.model_dump(mode="json"), "code": code}
+    )
     kept_report = build.folder / f"decontamination-{key[:16]}.json"
     if kept_report.is_file():
         report: dict[str, Any] = read_json(kept_report)
@@ -127,7 +131,7 @@ def _write_without(build: DatasetBuild, report: dict[str, Any], folder: Path, di
     hits = {hit["row"]: hit for hit in report["rows"]}
     train = side_file("train")
     for path in build.folder.iterdir():
-        if path.is_file() and path.name not in (train, LEDGER, MANIFEST):
+        if path.is_file() and path.name not in (train, LEDGER, MANIFEST, CARD, CROISSANT):
             _link(path, folder / path.name)
     rows, ledger = DigestingFile(folder / train), DigestingFile(folder / LEDGER)
     hasher, dropped = SideHasher(), Counter[str]()
@@ -168,6 +172,7 @@ def _write_without(build: DatasetBuild, report: dict[str, Any], folder: Path, di
         "files": {**said.get("files", {}), train: rows.close(), LEDGER: ledger.close()},
         "decontamination": report,
     }
+    write_card(folder, manifest)
     write_json(folder / MANIFEST, manifest)
     return manifest
 

@@ -43,6 +43,7 @@ class AnsweredPrompt:
     prompt: list[int]
     answers: tuple[Answer, ...]
     wanted: bool | None = None
+    source: str = ""
 
     @property
     def chosen(self) -> Answer:
@@ -169,7 +170,7 @@ def _tokenise(row: Row, tokenizer: Any, closing: Closing) -> AnsweredPrompt:
             why="the answers would be compared behind different prompts",
             fix="take a template that renders a prompt whatever the answer to it is",
         )
-    return AnsweredPrompt(row.id, prompts[0], tuple(answers), row.label)
+    return AnsweredPrompt(row.id, prompts[0], tuple(answers), row.label, row.source)
 
 
 def _cut_apart(row: Row, turns: Sequence[Turn], tokenizer: Any, closing: Closing) -> tuple[list[int], Answer]:

@@ -32,6 +32,7 @@ class TokenisedRow:
     labels: list[int]
     n_targets: int
     weights: list[float] | None = None
+    source: str = ""
 
     def spans(self) -> list[tuple[int, int]]:
         """The runs of targets as (first, past the last) token positions."""
@@ -84,7 +85,7 @@ def tokenise_with(row: Row, tokenizer: Any, closing: Closing, train_on: TrainOn)
         ids, labels, weights = _tokens_of(row, tokenizer, closing, train_on)
     except UserError as error:
         raise UserError([_naming(row, fault) for fault in error.faults]) from error
-    return TokenisedRow(row.id, ids, labels, sum(label != IGNORED for label in labels), weights)
+    return TokenisedRow(row.id, ids, labels, sum(label != IGNORED for label in labels), weights, row.source)
 
 
 def _tokens_of(

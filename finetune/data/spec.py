@@ -20,7 +20,9 @@ class DatasetSpec(Section):
         description="Name of the dataset."
     )
     description: str = Field("", description="One sentence.")
-    licence: str = Field("unknown", description="SPDX name, kept in the manifest.")
+    licence: str = Field(
+        "unknown", description="SPDX name, kept in the manifest and the card; a source may state its own."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Seed of every draw.")
     source: Source | Annotated[list[Source], Field(min_length=1)] = Field(
         description="Where the rows come from: one source, or a list whose members may have a `weight`."

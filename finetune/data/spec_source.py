@@ -19,6 +19,12 @@ class WeighedSource(Section):
         None,
         description="Share of the train rows, relative to the other sources of a list; none: all rows are used.",
     )
+    licence: str | None = Field(
+        None, description="SPDX name of this source's own licence; none: that of the spec."
+    )
+    origin: str | None = Field(
+        None, description="Whose it is or where it can be had, for the card; it decides nothing."
+    )
 
 
 class HomeIntentsSource(WeighedSource):

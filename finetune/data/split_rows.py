@@ -75,5 +75,7 @@ def _chunks(whole: TokenisedRow, max_tokens: int) -> list[TokenisedRow]:
         labels = [IGNORED, *whole.labels[start + 1 : start + max_tokens]]
         n_targets = sum(label != IGNORED for label in labels)
         if n_targets:
-            parts.append(TokenisedRow(f"{whole.row_id}#{len(parts)}", ids, labels, n_targets))
+            parts.append(
+                TokenisedRow(f"{whole.row_id}#{len(parts)}", ids, labels, n_targets, source=whole.source)
+            )
     return parts

@@ -16,6 +16,7 @@ from finetune.data.build import (
     MANIFEST,
     DatasetBuild,
     build_dataset,
+    code_digest,
     load_spec,
     open_build,
     split_digest,
@@ -63,21 +64,50 @@ def test_changed_bytes_spec_or_code_make_a_new_build(build: Build, monkeypatch: 
     second = build_dataset(path.with_name("mine.yaml"), first.folder.parent)
     assert {row.answer for row in second.rows("train")} == {row["completion"] for row in changed}
     third = build(ROWS, source={"system": "s"})
-    monkeypatch.setattr(build_module, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(build_module, "code_digest", lambda start: "other code")
     fourth = build(ROWS)
     assert len({made.digest for made in (first, second, third, fourth)}) == 4
     assert fourth.manifest["splits"] == first.manifest["splits"]
 
 
-def test_the_code_digest_follows_the_readers_and_not_what_comes_after(tmp_path: Path) -> None:
+def test_the_code_digest_follows_what_decides_the_rows_and_nothing_else(tmp_path: Path) -> None:
     package = tmp_path / "data"
     shutil.copytree(Path(build_module.__file__).parent, package)
-    before = build_module._code_digest(package)
-    assert before == build_module._code_digest()
-    (package / "packing.py").write_text("# another way to pack\n")
-    assert build_module._code_digest(package) == before
+
+    def digests() -> tuple[str, str]:
+        return code_digest("build.py", package), code_digest("stages/read.py", package)
+
+    build, reader = digests()
+    assert build == code_digest("build.py") != reader == code_digest("stages/read.py")
+    for name in ("packing", "look", "lengths", "card", "tokenise", "curate/account", "curate/flags"):
+        (package / f"{name}.py").write_text("# other tokens, other words about the rows\n")
+    assert digests() == (build, reader)
+    (package / "stages" / "settle.py").write_text("# another way to settle\n")
+    assert digests()[0] != build and digests()[1] == reader
+    build, reader = digests()
     (package / "read" / "turns.py").write_text("# another way to read\n")
-    assert build_module._code_digest(package) != before
+    assert digests()[0] != build and digests()[1] != reader
+
+
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "from finetune.data.curate import other",
+        "from finetune.data import other",
+        "from finetune.data.curate import (\n    first,\n    other,\n)",
+        "def late():\n    from finetune.data.curate.other import name  # only when asked for",
+    ],
+)
+def test_a_module_counts_however_it_is_imported(tmp_path: Path, imported: str) -> None:
+    for folder in ("", "curate"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "other.py").write_text("one = 1\n")
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "start.py").write_text(f"import os\n{imported}\n")
+    before = code_digest("start.py", tmp_path)
+    for folder in ("", "curate"):
+        (tmp_path / folder / "other.py").write_text("one = 2\n")
+    assert code_digest("start.py", tmp_path) != before
 
 
 def test_a_folder_left_by_a_killed_process_is_not_taken_for_a_build(build: Build) -> None:

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune.cli.data_card import card
-from finetune.data.build import DatasetBuild
+from finetune.data.build import DatasetBuild, build_dataset
 from finetune.data.card import card_of, croissant_of, require_manifest, write_card
+from finetune.data.stages import read as read_stage
+from finetune.data.stages.work import WorkFolder
 from finetune.errors import UserError
 
 Build = Callable[..., DatasetBuild]
@@ -36,7 +38,8 @@ def test_the_card_names_licence_source_sides_and_what_was_left_out(made: Dataset
     assert "Licence: CC-BY-4.0." in text
     assert "- {split: train, path: train.jsonl}" in text and "validation.jsonl}" not in text
     digest = hashlib.sha256((made.folder.parent.parent / "rows.jsonl").read_bytes()).hexdigest()
-    assert f"| rows.jsonl | CC-BY-4.0 | `{digest[:16]}` |" in text
+    assert "| 1 | own files | CC-BY-4.0 | 31 |" in text
+    assert f"| 1 | rows.jsonl | `{digest[:16]}` |" in text
     assert f"| train | {len(made.rows('train'))} |" in text
     assert "31 rows read = 30 kept + 1 dropped + 0 quarantined" in text
     assert "| duplicate | 1 |" in text
@@ -49,14 +52,60 @@ def test_an_unknown_licence_is_said_and_not_claimed(build: Build) -> None:
     assert "license" not in croissant_of(made.manifest)
 
 
-def test_several_sources_have_a_line_each_with_their_own_licence(made: DatasetBuild) -> None:
+def test_the_build_holds_its_card_and_metadata(made: DatasetBuild) -> None:
+    assert (made.folder / "README.md").read_text() == card_of(made.manifest)
+    assert json.loads((made.folder / "croissant.json").read_text()) == croissant_of(made.manifest)
+
+
+def test_every_part_has_a_line_with_its_own_licence_and_rows(write_spec: Any, tmp_path: Path) -> None:
+    spec = write_spec([*ROWS, {"prompt": "bad"}], licence="MIT")
+    (tmp_path / "bought.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    (tmp_path / "pinned.jsonl").write_text('{"prompt": "always right", "completion": "yes"}\n')
+    own = {"kind": "files", "files": ["rows.jsonl"], "max_reject_rate": 0.1}
+    bought = {"kind": "files", "files": ["bought.jsonl"]}
+    bought |= {"licence": "CC-BY-NC-4.0", "origin": "https://example.org/a|b"}
+    content = json.loads(spec.read_text()) | {"source": [own, bought]}
+    content["split"]["pinned"] = "pinned.jsonl"
+    spec.write_text(json.dumps(content))
+    made = build_dataset(spec, tmp_path / "builds")
+    text = (made.folder / "README.md").read_text()
+    assert "| 1 | own files | MIT | 31 |" in text
+    assert "| 2 | https://example.org/a\\|b | CC-BY-NC-4.0 | 1 |" in text
+    assert "| 3 | own files; pinned as regressions | MIT | 1 |" in text
+    for number, name in enumerate(("rows", "bought", "pinned"), start=1):
+        digest = hashlib.sha256((tmp_path / f"{name}.jsonl").read_bytes()).hexdigest()
+        assert f"| {number} | {name}.jsonl | `{digest[:16]}` |" in text
+    assert 'license: ["mit", "cc-by-nc-4.0"]' in text
+    assert "each part has its own, and all of them hold for the whole (MIT; CC-BY-NC-4.0)" in text
+    croissant = json.loads((made.folder / "croissant.json").read_text())
+    assert croissant["license"] == ["MIT", "CC-BY-NC-4.0"]
+
+
+def test_a_licence_or_origin_that_is_said_later_reads_nothing_again(
+    write_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(ROWS)
+    monkeypatch.setattr(WorkFolder, "remove", lambda self: None)
+    first = build_dataset(spec, tmp_path / "builds")
+    monkeypatch.setattr(read_stage, "read_piece", lambda task: pytest.fail("read again"))
+    spec = write_spec(ROWS, source={"licence": "MIT", "origin": "us"})
+    second = build_dataset(spec, tmp_path / "builds")
+    assert second.digest != first.digest
+    assert second.manifest["splits"] == first.manifest["splits"]
+    assert "| 1 | us | MIT | 30 |" in (second.folder / "README.md").read_text()
+
+
+def test_parts_of_every_kind_say_where_they_are_from(made: DatasetBuild) -> None:
     sources = [
-        {"kind": "files", "files": {"a|b.jsonl": "f" * 64}, "licence": "MIT"},
+        {"kind": "hub", "dataset": "who/what@abc", "files": {"a.jsonl": "f" * 64}, "licence": "MIT"},
         {"kind": "home_intents", "packages": {"hassil": "3.13"}},
+        {"kind": "generated", "model": "some/model", "prompts": "mine", "origin": "by hand", "files": {}},
     ]
     text = card_of({**made.manifest, "source": {"kind": "several", "sources": sources}})
-    assert "| a\\|b.jsonl | MIT | `ffffffffffffffff` |" in text
-    assert "| hassil | CC-BY-4.0 | `3.13` |" in text
+    assert "| 1 | dataset who/what@abc of the Hugging Face hub | MIT |" in text
+    assert "| 2 | sentence templates of Home Assistant, sampled | CC-BY-4.0 |" in text
+    assert "| 2 | hassil | `3.13` |" in text
+    assert "| 3 | answers of the model some/model to the prompts of mine (by hand) | CC-BY-4.0 |" in text
     many = {"kind": "files", "files": {f"{n}.jsonl": "0" * 64 for n in range(60)}}
     assert "and 10 more" in card_of({**made.manifest, "source": many})
 

@@ -11,6 +11,7 @@ import pytest
 
 from finetune.data import decontaminate as module
 from finetune.data.build import DatasetBuild, build_dataset
+from finetune.data.card import card_of
 from finetune.data.check import check_build
 from finetune.data.decontaminate import decontaminate
 from finetune.data.questions import Questions, messages_question
@@ -67,6 +68,9 @@ def test_rows_that_hold_a_question_are_left_out_and_listed(build: Build) -> None
     assert clean.rows("test") == made.rows("test")
     assert check_build(clean).passed
     assert check_build(made).passed
+    card = (clean.folder / "README.md").read_text()
+    assert card == card_of(clean.manifest) != (made.folder / "README.md").read_text()
+    assert "| quotes_bench | 2 |" in card
     again, _ = decontaminate(made, [asked(*held[:2], *TEXTS[30:]), asked(held[1], held[2], name="other")])
     assert again.manifest == clean.manifest
 

@@ -7,7 +7,7 @@ sides    group → side
 settle   exact duplicates once; no prompt, group or unique tag on two sides
 guard    no near duplicate on two sides
 choose   limits, balance and weights
-write    split files, ledger, manifest
+write    split files, ledger, card, manifest
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from finetune.data.card import write_card
 from finetune.data.questions import Questions
 from finetune.data.read import Reject, check_one_use, check_reject_rate
 from finetune.data.rows import SIDES, Progress, Side
@@ -62,11 +63,16 @@ _SHARES = {"read": 0.0, "curate": 0.45, "guard": 0.5, "write": 0.9}
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a build is made from. `digest` covers all of it; `where` gives the place of a key of the spec."""
+    """Everything a build is made from. `digest` covers all of it; `where` gives the place of a key of the spec.
+
+    code: digest of the code that decides the rows. reader: of the part of it that reads the input, so that a change
+    after it reads nothing again.
+    """
 
     spec: DatasetSpec
     digest: str
     code: str
+    reader: str
     inputs: Sequence[Input]
     folder: Path
     frozen: Mapping[str, Side]
@@ -119,6 +125,7 @@ def make_build(
         "files": files | ledger_files,
     }
     table.lines.close()
+    write_card(work.out, manifest)
     write_json(work.out / MANIFEST, manifest)
     return manifest
 
@@ -182,9 +189,7 @@ def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
     for given in plan.inputs:
         if isinstance(given.source, HomeIntentsSource):
             continue
-        own = [
-            part for part in parts if part.piece.origin == given.origin and part.piece.pinned == given.pinned
-        ]
+        own = _parts_of(given, parts)
         entries = (line for part in own for line in iter_entries(part.folder, QUARANTINED))
         first = [orjson.loads(line) for line in islice(entries, _REJECTS_SHOWN)]
         check_reject_rate(
@@ -222,9 +227,9 @@ def _head(plan: Plan, parts: Sequence[ReadPart]) -> dict[str, Any]:
     ignored: Counter[str] = Counter()
     for part in parts:
         ignored.update(part.counts["ignored_keys"])
-    described = [given.describe() for given in plan.inputs if not given.pinned]
+    described = [_described(given, parts) for given in plan.inputs if not given.pinned]
     source = described[0] if len(described) == 1 else {"kind": "several", "sources": described}
-    pinned = [given.describe() for given in plan.inputs if given.pinned]
+    pinned = [_described(given, parts) for given in plan.inputs if given.pinned]
     return {
         "format": 1,
         "digest": plan.digest,
@@ -239,6 +244,16 @@ def _head(plan: Plan, parts: Sequence[ReadPart]) -> dict[str, Any]:
         "guard": spec.split.guard.model_dump(mode="json"),
         "source": {**source, "ignored_keys": dict(sorted(ignored.items()))},
     } | ({"pinned": pinned[0]} if pinned else {})
+
+
+def _described(given: Input, parts: Sequence[ReadPart]) -> dict[str, Any]:
+    """A source, where it is from, and how many rows were read from it."""
+    read = sum(part.counts["read"] for part in _parts_of(given, parts))
+    return {**given.describe(), **given.provenance(), "read": read}
+
+
+def _parts_of(given: Input, parts: Sequence[ReadPart]) -> list[ReadPart]:
+    return [part for part in parts if part.piece.origin == given.origin and part.piece.pinned == given.pinned]
 
 
 def _leak_counts(leaks: Mapping[str, int], split: SplitSection) -> dict[str, int]:

@@ -15,7 +15,7 @@ from finetune.data.read import Range, Reject, SourceFile, iter_rows, source_file
 from finetune.data.rows import Ledger, Progress, Row
 from finetune.data.spec import DatasetSpec
 from finetune.data.spec_curate import CurateSection
-from finetune.data.spec_source import HomeIntentsSource, RowsSource, Source
+from finetune.data.spec_source import GeneratedSource, HomeIntentsSource, HubSource, RowsSource, Source
 from finetune.data.stages.filter_rows import Left, RowFilter, filter_digest
 from finetune.data.stages.parts import PartWriter, read_counts
 from finetune.data.stages.pinned import iter_pinned_rows, pinned_source
@@ -26,7 +26,7 @@ from finetune.errors import UserError
 Where = Callable[[str], str]
 PIECE_BYTES = 16 << 20
 # Keys of a source that do not decide what a row is: a change of them reads nothing again.
-_UNREAD = frozenset({"files", "max_reject_rate", "weight"})
+_UNREAD = frozenset({"files", "max_reject_rate", "weight", "licence", "origin"})
 _SMALL_BYTES_OF_OWN_ROWS = 1  # a source that makes its rows is small, whatever it costs
 
 
@@ -60,6 +60,17 @@ class Input:
 
             return {"kind": self.source.kind, "packages": home_intents.source_versions()}
         return {"kind": self.source.kind, "files": {one.file.name: one.digest for one in self.files}}
+
+    def provenance(self) -> dict[str, str]:
+        """Where it is from and under which licence, as far as the spec says; it decides no row."""
+        source = self.source
+        said = {"licence": source.licence, "origin": source.origin}
+        if isinstance(source, HubSource):
+            said["dataset"] = f"{source.id}@{source.revision}"
+        elif isinstance(source, GeneratedSource):
+            said["prompts"] = source.prompts
+            said["model"] = source.model.id or source.model.run
+        return {key: value for key, value in said.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
