@@ -77,7 +77,8 @@ def _is_of_another_kind(path: Path, kind: str) -> bool:
 def shipped_names(kind: str) -> list[str]:
     """Names of everything shipped under a declarative folder, without '.yaml', e.g. 'sft/home_intents_lora'."""
     root = shipped_root() / kind
-    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    names = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    return sorted(name for name in names if not name.startswith("launch/"))  # accelerate's files, no recipes
 
 
 def cache_root() -> Path:
@@ -157,7 +158,7 @@ def _json_line(row: dict[str, Any]) -> bytes:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every line of a JSONL file of ours as a dict; a damaged line is a user error with its number."""
+    """Every line of a JSONL file of ours as a dict; a damaged line, or a key written twice, is a user error with its number."""
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_bytes().split(b"\n")
@@ -167,7 +168,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append(json.loads(line, object_pairs_hook=_without_repeats))
         except (ValueError, RecursionError) as error:
             raise UserError(f"not valid JSON: {error}", where=f"{path}:{number}") from None
     return rows
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are written once each: of two values the reader would drop one in silence."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{repeated}' is written twice in one object")
+    return made

@@ -27,3 +27,10 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(UserError, match=r"rows\.jsonl:2"):
         read_jsonl(tmp_path / "rows.jsonl")
+
+
+def test_a_key_written_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1}\n{"id": 2, "reference": "a", "reference": "b"}\n')
+    with pytest.raises(UserError, match="the key 'reference' is written twice") as told:
+        read_jsonl(tmp_path / "rows.jsonl")
+    assert "rows.jsonl:2" in str(told.value)

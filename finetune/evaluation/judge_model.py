@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _MAX_NEW_TOKENS = 128
 _MOST_AWAY = (
     5  # replies in a row that a server did not give: it is gone, and waiting for each of the rest is no use
 )
+_FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _REMINDER = "\n\nReply in the agreed form: one JSON object and nothing else."
 
 
@@ -222,7 +224,13 @@ def ask_judge(
 
 
 def _parsed(reply: str | None, parse: Callable[[str], Found | None]) -> Found | None:
-    return parse(reply.strip()) if reply is not None else None
+    return parse(_unfenced(reply.strip())) if reply is not None else None
+
+
+def _unfenced(reply: str) -> str:
+    """The inside of a reply that is one code block as a whole: many models wrap their JSON, and it is still the one object."""
+    fenced = _FENCED.fullmatch(reply)
+    return fenced[1] if fenced else reply
 
 
 class _KeptReplies:

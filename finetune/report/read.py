@@ -259,7 +259,7 @@ class _Reader:
         items: dict[str, Record] = {}
         if records.is_file():
             # A continued run may write an answer again: the last one counts.
-            named = [row for row in self.lines(records) if "item" in row]
+            named = [row for row in self.lines(records) if isinstance(row.get("item"), (str, int))]
             answers = {(str(row["item"]), row.get("repeat", 0)): row for row in named}
             items = {str(row["item"]): row for row in per_item(list(answers.values()))}
         else:

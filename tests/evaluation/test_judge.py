@@ -105,6 +105,13 @@ def test_a_reply_out_of_form_is_asked_again_and_then_missing(reply: str | None) 
         summarise_judgements(found, margin=0.02)
 
 
+@pytest.mark.parametrize("fence", ["```json\n%s\n```", "```\n%s```", "  ```JSON\n%s\n```\n"])
+def test_an_object_alone_in_a_code_block_is_in_form(fence: str) -> None:
+    judge = Judge(ScriptedJudge(lambda first, second: fence % longer(first, second)))
+    found = judge_pairs(judge, _records("few_shot", ["a"]), _records("tuned", ["better"]))
+    assert found[0]["preference"] == "tuned"
+
+
 def test_equal_answers_alone_are_no_verdict_of_a_judge_that_never_kept_to_the_form() -> None:
     silent = ScriptedJudge(lambda first, second: "no idea")
     found = judge_pairs(Judge(silent), _records("a", ["x", "same"]), _records("tuned", ["y", "same"]))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.paths import read_json, write_json
+from finetune.paths import read_json, read_jsonl, write_json, write_jsonl
 from finetune.report import write_report
 from finetune.report.page import _printed
 from finetune.report.read import read_run
@@ -236,6 +236,26 @@ def test_an_incomplete_run_has_a_page_without_nan(run_folder: Path, spoil: Calla
     assert not re.search(
         r"\b(nan|none|undefined|inf|null)\b", text.split("Resolved recipe")[0], re.IGNORECASE
     )
+
+
+@pytest.mark.parametrize("value", [7, -1.5, ["x"], {"a": 1}, [{"a": []}]])
+@pytest.mark.parametrize(
+    "field", ["suite", "metric", "baseline", "test", "reason", "verdict", "n", "low", "cells"]
+)
+def test_a_field_of_the_wrong_kind_is_a_gap_of_the_page(run_folder: Path, field: str, value: Any) -> None:
+    path = run_folder / "eval" / "comparison.json"
+    held = read_json(path)
+    held["comparisons"][0][field] = value
+    write_json(path, held)
+    assert "Comparisons" in _seen(run_folder)
+
+
+@pytest.mark.parametrize("item", [["x"], {"a": 1}, None, 1.5])
+def test_an_answer_to_no_item_is_left_out(run_folder: Path, item: Any) -> None:
+    answers = run_folder / "eval" / "home_intents" / "tuned.jsonl"
+    rows = read_jsonl(answers)
+    write_jsonl(answers, [*rows, {**rows[0], "item": item}])
+    assert len(read_run(run_folder).arm("home_intents", "tuned").items) == len(rows)  # type: ignore[union-attr]
 
 
 def test_a_run_without_verdict_says_how_far_it_came(factory: ModuleType, run_folder: Path) -> None:
