@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from results import table, write_section
-from transformers import TrainerCallback
+from step_clock import StepClock
 from trl import DPOConfig, DPOTrainer
 
 from finetune.data.pair_tokens import Answer, AnsweredPrompt
@@ -45,19 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "TRL, default": {},
     "TRL, best setting": {"gradient_checkpointing": False, "precompute_ref_log_probs": True},
 }
-
-
-class Clock(TrainerCallback):
-    """Seconds of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
 
 
 class TokenisedDpo(DPOTrainer):
@@ -190,7 +177,7 @@ def contend(
     else:
         trainer = plain_trl(name, source, pairs, options)
         reference_seconds = trainer.reference_seconds
-    clock = Clock()
+    clock = StepClock()
     trainer.add_callback(clock)
     trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()

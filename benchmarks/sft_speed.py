@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from results import table, write_section
-from transformers import TrainerCallback
+from step_clock import StepClock
 from trl import SFTConfig, SFTTrainer
 
 from finetune.data.build import build_dataset, default_builds_root
@@ -35,19 +34,6 @@ from finetune.telemetry.callback import StepTally
 from finetune.telemetry.flops import measure_peak_flops, step_work
 from finetune.training.sft import trainer_arguments
 from finetune.training.sft_trainer import ExactSftTrainer
-
-
-class Clock(TrainerCallback):
-    """Seconds of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
 
 
 def plain_trl(
@@ -113,7 +99,7 @@ def ours(
 
 
 def measure(trainer: Any) -> list[float]:
-    clock = Clock()
+    clock = StepClock()
     trainer.add_callback(clock)
     trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
