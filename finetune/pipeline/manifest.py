@@ -48,6 +48,20 @@ def only_process(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_worked_on(folder: Path) -> bool:
+    """Whether a process works in the run folder. A killed one does not: its lock went with it."""
+    try:
+        stream = (folder / LOCK_NAME).open("rb")
+    except OSError:
+        return False
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def short_path(path: Path) -> str:
     """Relative to the working folder where it lies below it."""
     try:

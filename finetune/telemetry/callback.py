@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +13,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from finetune.telemetry.events import EventLog
 from finetune.telemetry.flops import StepWork
-from finetune.telemetry.memory import current_memory_bytes
+from finetune.telemetry.memory import current_memory_bytes, peak_memory_bytes
 from finetune.telemetry.progress import Progress
-from finetune.telemetry.updates import UpdateWatch
+from finetune.telemetry.sparkline import sparkline
+from finetune.telemetry.updates import Movement, UpdateWatch
+
+_LOSSES_SHOWN = 256  # in the progress line, the last ones
 
 
 @dataclass
@@ -22,7 +27,8 @@ class StepTally:
 
     `nll_sum` is the sum of the losses; their mean is over targets, or over examples where a method counts those (a
     preference pair is one). `example_sums` are further numbers that examples have, e.g. margins; what is logged is their
-    mean over `example_counts`, the examples that have the number.
+    mean over `example_counts`, the examples that have the number. `rows` are the ids of the rows that were trained on, in
+    order, where the trainer knows them; `loss_scale` is fp16's factor.
     """
 
     nll_sum: float = 0.0
@@ -33,6 +39,8 @@ class StepTally:
     example_sums: dict[str, float] = field(default_factory=dict)
     example_counts: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
+    rows: list[str] = field(default_factory=list)
+    loss_scale: float | None = None
 
     @property
     def loss(self) -> float:
@@ -75,11 +83,20 @@ class TelemetryCallback(TrainerCallback):
     """Writes a `step` event after every optimizer step.
 
     `tally` is filled by the trainer and reset here. `peak_flops` (operations a second) turns work into MFU. Weight
-    norm and update ratio are taken over the trainable parameters (see `UpdateWatch`).
+    norm and update ratio are taken over the trainable parameters (see `UpdateWatch`). `n_examples` are those of one pass
+    over the data, packs counted as one. Every event is also handed to `on_step`, for trackers and for a person.
     """
 
     def __init__(
-        self, log: EventLog, tally: StepTally, work: StepWork, peak_flops: float, progress: Progress
+        self,
+        log: EventLog,
+        tally: StepTally,
+        work: StepWork,
+        peak_flops: float,
+        progress: Progress,
+        *,
+        n_examples: int = 0,
+        on_step: Callable[[dict[str, Any]], None] = lambda step: None,
     ) -> None:
         self.log, self.tally, self.work, self.peak_flops, self.progress = (
             log,
@@ -90,7 +107,9 @@ class TelemetryCallback(TrainerCallback):
         )
         self.total_tokens = self.total_targets = 0
         self._watch = UpdateWatch()
-        self._weight_norm = self._update_ratio = 0.0
+        self._moved = Movement()
+        self._losses: deque[float] = deque(maxlen=_LOSSES_SHOWN)
+        self.n_examples, self.on_step = n_examples, on_step
         self._step_start = time.perf_counter()
 
     def on_train_begin(
@@ -98,6 +117,14 @@ class TelemetryCallback(TrainerCallback):
     ) -> None:
         self.progress.total = state.max_steps
         self.progress.skip(state.global_step)
+        self.log.write(
+            "start",
+            step=state.global_step,
+            total_steps=state.max_steps,
+            examples=self.n_examples,
+            peak_flops=self.peak_flops,
+            max_grad_norm=args.max_grad_norm,
+        )
         self._step_start = time.perf_counter()
 
     def on_pre_optimizer_step(
@@ -108,7 +135,7 @@ class TelemetryCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._weight_norm, self._update_ratio = self._watch.finish(kwargs["model"])
+        self._moved = self._watch.finish(kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,33 +146,56 @@ class TelemetryCallback(TrainerCallback):
         self.total_targets += tally.n_targets
         flops = self.work.flops(tally.n_tokens, tally.n_targets, tally.sum_squared_lengths)
         tokens_per_second = tally.n_tokens / seconds
-        self.log.write(
-            "step",
-            step=state.global_step,
-            epoch=round(state.epoch or 0.0, 6),
-            tokens=self.total_tokens,
-            target_tokens=self.total_targets,
-            loss=tally.loss,
+        moved, epoch = self._moved, state.epoch or 0.0
+        fields = {
+            "step": state.global_step,
+            "epoch": round(epoch, 6),
+            "data_position": data_position(epoch, self.n_examples),
+            "tokens": self.total_tokens,
+            "target_tokens": self.total_targets,
+            "loss": tally.loss,
             **tally.example_means(),
-            grad_norm=tally.grad_norm,
-            weight_norm=self._weight_norm,
-            update_ratio=self._update_ratio,
-            learning_rate=_rate_of_step(kwargs.get("lr_scheduler")),
-            tokens_per_second=round(tokens_per_second, 2),
-            mfu=round(flops / seconds / self.peak_flops, 5),
-            memory_bytes=current_memory_bytes(),
-        )
-        self.progress.advance(1, f"loss {tally.loss:.3f}, {tokens_per_second:.0f} tokens/s")
+            "grad_norm": tally.grad_norm,
+            "grad_norm_clipped": clipped_norm(tally.grad_norm, args.max_grad_norm),
+            "weight_norm": moved.weight_norm,
+            "update_ratio": moved.ratio,
+            "update_ratio_median": moved.median,
+            "update_ratio_blocks": moved.blocks,
+            "learning_rate": _rate_of_step(kwargs.get("lr_scheduler")),
+            "tokens_per_second": round(tokens_per_second, 2),
+            "mfu": round(flops / seconds / self.peak_flops, 5),
+            "memory_bytes": current_memory_bytes(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            **({} if tally.loss_scale is None else {"loss_scale": tally.loss_scale}),
+            **({"rows": tally.rows} if tally.rows else {}),
+        }
+        self.log.write("step", **fields)
+        self.on_step(fields)
+        self._losses.append(tally.loss)
+        curve = f" {sparkline(self._losses)}" if self.progress.draws else ""
+        self.progress.advance(1, f"loss {tally.loss:.3f}{curve}, {tokens_per_second:.0f} tokens/s")
         self.tally.__init__()  # type: ignore[misc]
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.progress.__exit__(None, None, None)
+        self.log.write("end", step=state.global_step, total_steps=state.max_steps)
 
     def restart_clock(self) -> None:
         """Leave a pause (validation, checkpoint) out of the next step's speed."""
         self._step_start = time.perf_counter()
+
+
+def clipped_norm(norm: float, max_norm: float) -> float:
+    """The norm after torch.nn.utils.clip_grad_norm_: the gradient is scaled by max_norm / (norm + 1e-6) where that is < 1."""
+    return norm * min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else norm
+
+
+def data_position(epoch: float, n_examples: int) -> int:
+    """How many examples of the present pass are done; at the end of a pass all of them, not none of the next one."""
+    passes_before = max(math.ceil(epoch - 1e-9) - 1, 0)
+    return round((epoch - passes_before) * n_examples)
 
 
 def _rate_of_step(scheduler: Any) -> float | None:

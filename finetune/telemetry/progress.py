@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
 from typing import TextIO
 
+from finetune.telemetry.sparkline import can_draw
 from finetune.units import format_duration
 
 _QUIET_SECONDS = 2.0
@@ -17,7 +19,9 @@ _LOG_INTERVAL_SECONDS = 15.0
 class Progress:
     """Counts done units and prints share, rate and time left on standard error.
 
-    `unit` names what is counted, in the plural ('items', 'steps'). Nothing is printed before two seconds have passed.
+    `unit` names what is counted, in the plural ('items', 'steps'). Nothing is printed before two seconds have passed, nor
+    by other processes of a run than the first.
+    `draws` tells whether the stream's encoding has the characters of a sparkline.
     """
 
     def __init__(self, label: str, total: int, unit: str, *, stream: TextIO | None = None) -> None:
@@ -25,10 +29,12 @@ class Progress:
         self.done = 0
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
+        self.draws = can_draw(self._stream)
         self._start = time.monotonic()
         self._started_at = 0
         self._last_print = self._start
         self._printed = False
+        self._silent = os.environ.get("RANK", "0") != "0"
 
     def __enter__(self) -> Progress:
         return self
@@ -46,6 +52,8 @@ class Progress:
     def advance(self, n: int = 1, detail: str = "") -> None:
         """`n` more units are done; `detail` is shown behind the estimate."""
         self.done += n
+        if self._silent:
+            return
         now = time.monotonic()
         interval = _TERMINAL_INTERVAL_SECONDS if self._is_terminal else _LOG_INTERVAL_SECONDS
         first = not self._printed and now - self._start >= _QUIET_SECONDS

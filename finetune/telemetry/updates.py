@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 # 200 MB in fp32. Adapters are watched whole; of a model that is tuned in full, evenly spaced tensors are.
 MAX_WATCHED_ELEMENTS = 50_000_000
+OUTSIDE = "outside"  # the block of tensors that belong to no layer: embeddings, the last norm, a head
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One optimizer step. Ratios are norm of the change / norm before the step, over the watched tensors.
+
+    weight_norm: of all trainable weights after the step. ratio: over all watched tensors together. median: of the ratios
+    of single tensors, zero tensors left out (LoRA's B before its first step); None when all are. blocks: layer number, or
+    'outside' -> the ratio of its tensors together.
+    """
+
+    weight_norm: float = 0.0
+    ratio: float = 0.0
+    median: float | None = None
+    blocks: dict[str, float] = field(default_factory=dict)
 
 
 class UpdateWatch:
-    """||change|| / ||weights before|| of a step over the trainable parameters, or over a fixed sample of their tensors."""
+    """The movement of a step over the trainable parameters, or over a fixed sample of their tensors."""
 
     def __init__(self, max_elements: int = MAX_WATCHED_ELEMENTS) -> None:
         self.max_elements = max_elements
@@ -20,36 +42,75 @@ class UpdateWatch:
 
     def start(self, model: nn.Module) -> None:
         """Copy what is watched. Call before the optimizer step."""
-        self._before = [tensor.clone() for tensor in self._watched(model)]
+        self._before = [tensor.clone() for _, tensor in self._watched(model)]
 
-    def finish(self, model: nn.Module) -> tuple[float, float]:
-        """(norm of all trainable weights, update ratio), both after the optimizer step. Gives the copies back."""
+    def finish(self, model: nn.Module) -> Movement:
+        """The movement, after the optimizer step. Gives the copies back."""
         watched, before = self._watched(model), self._before
         self._before = []
-        before_norm = global_norm(before)
-        change = global_norm([old.sub_(new) for new, old in zip(watched, before, strict=True)])
-        ratio = change / before_norm if before_norm > 0 else 0.0
-        return global_norm(_trainable(model)), ratio
+        norms = _norms(before)
+        changes = _norms([old.sub_(new) for (_, new), old in zip(watched, before, strict=True)])
+        everything = [tensor for _, tensor in _trainable(model)]
+        single = [change / norm for change, norm in zip(changes, norms, strict=True) if norm > 0]
+        return Movement(
+            weight_norm=global_norm(everything),
+            ratio=_ratio(changes, norms),
+            median=_rounded(statistics.median(single)) if single else None,
+            blocks=_by_block([block_of(name) for name, _ in watched], changes, norms),
+        )
 
-    def _watched(self, model: nn.Module) -> list[Tensor]:
+    def _watched(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """The same tensors every time: evenly spaced over the model, as many as the limit allows, at least one."""
         tensors = _trainable(model)
-        stride = max(math.ceil(sum(tensor.numel() for tensor in tensors) / self.max_elements), 1)
-        chosen: list[Tensor] = []
+        stride = max(math.ceil(sum(tensor.numel() for _, tensor in tensors) / self.max_elements), 1)
+        chosen: list[tuple[str, Tensor]] = []
         left = self.max_elements
-        for tensor in tensors[::stride]:
+        for name, tensor in tensors[::stride]:
             if tensor.numel() <= left:
-                chosen.append(tensor)
+                chosen.append((name, tensor))
                 left -= tensor.numel()
-        return chosen or sorted(tensors, key=Tensor.numel)[:1]
+        return chosen or sorted(tensors, key=lambda pair: pair[1].numel())[:1]
+
+
+def block_of(parameter: str) -> str:
+    """The layer number in a parameter's name, or 'outside'."""
+    match = _LAYER.search(parameter)
+    return match[1] if match else OUTSIDE
 
 
 def global_norm(tensors: list[Tensor]) -> float:
     """Euclidean norm over all elements of all tensors."""
-    if not tensors:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float()))
+    return math.hypot(*_norms(tensors))
 
 
-def _trainable(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+def _norms(tensors: list[Tensor]) -> list[float]:
+    """The Euclidean norm of each."""
+    return torch.stack(torch._foreach_norm(tensors)).float().tolist() if tensors else []
+
+
+def _ratio(changes: list[float], norms: list[float]) -> float:
+    norm = math.hypot(*norms)
+    return math.hypot(*changes) / norm if norm > 0 else 0.0
+
+
+def _by_block(blocks: list[str], changes: list[float], norms: list[float]) -> dict[str, float]:
+    """Block -> ratio, layers in order and what is outside them last; blocks that are zero throughout are left out."""
+    of_block: dict[str, list[int]] = defaultdict(list)
+    for place, block in enumerate(blocks):
+        of_block[block].append(place)
+    ordered = sorted(of_block, key=lambda block: (block == OUTSIDE, int(block) if block != OUTSIDE else 0))
+    found = {}
+    for block in ordered:
+        places = of_block[block]
+        if any(norms[place] > 0 for place in places):
+            found[block] = _rounded(_ratio([changes[p] for p in places], [norms[p] for p in places]))
+    return found
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: one line an event, and no more."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]

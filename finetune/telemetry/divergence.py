@@ -1,0 +1,62 @@
+"""When a loss has diverged: one rule, used while training and when the curve is read afterwards. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+STEPS = 10  # in a row that must be bad: a spike that recovers is over by then
+_AFTER = 5  # steps at the start that tell where the loss began
+_ABOVE_BEST = 0.25
+_ABOVE_START = 0.05
+_NOISES_ABOVE_BEST = 4.0
+
+
+class DivergenceRule:
+    """Told the loss of every step, says whether training has diverged.
+
+    It has when for `STEPS` steps in a row the loss was above its best level by a quarter and by four times its noise, and in
+    the middle above where it began, so that the model is worse than before training. The best level is the lowest
+    median of five neighbouring losses, the noise the median distance of neighbours. A loss that is not finite counts as bad.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._best = math.inf
+        self._changes: list[float] = []
+
+    def add(self, loss: float) -> bool:
+        """Count one step; True at the step that proves it."""
+        self._losses.append(loss)
+        losses = self._losses
+        n = len(losses)
+        if n <= _AFTER + STEPS:
+            return False
+        settled = losses[n - STEPS - _AFTER : n - STEPS]  # before the steps that are judged
+        if all(map(math.isfinite, settled)):
+            self._best = min(self._best, statistics.median(settled))
+            self._changes.append(abs(settled[-1] - settled[-2]))
+        if not math.isfinite(self._best):
+            return False
+        last = losses[-STEPS:]
+        noise = statistics.median(self._changes[-101:])
+        limit = self._best + max(_ABOVE_BEST * abs(self._best), _NOISES_ABOVE_BEST * noise)
+        start = statistics.median(losses[:_AFTER])
+        bad = [loss for loss in last if not math.isfinite(loss) or loss > limit]
+        middle = statistics.median(value if math.isfinite(value) else math.inf for value in last)
+        return len(bad) == STEPS and middle > start + _ABOVE_START * abs(start)
+
+    @property
+    def onset(self) -> int:
+        """Place of the first bad step, from 0, once `add` has said True."""
+        return len(self._losses) - STEPS
+
+
+def first_divergence(losses: Sequence[float]) -> int | None:
+    """Place, from 0, of the first step of a divergence, or None."""
+    rule = DivergenceRule()
+    for loss in losses:
+        if rule.add(loss):
+            return rule.onset
+    return None

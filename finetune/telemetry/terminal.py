@@ -1,0 +1,192 @@
+"""A run on a terminal: where it is, how long it will take, a curve a number, and the latest answers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from finetune.telemetry.sparkline import sparkline
+from finetune.units import format_bytes, format_duration
+
+Record = dict[str, Any]
+_CURVE_WIDTH = 32
+_RECENT_STEPS = 20  # the speed that the time left is told by
+_SAMPLE_CHARACTERS = 200
+
+
+class RunView:
+    """What is known of a run from its events so far; `add` them as they come, and `lines` are its picture."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Record] = {}
+        self.validations: dict[int, Record] = {}
+        self.samples: dict[int, list[Record]] = {}
+        self.notes: list[str] = []
+        self.total_steps: int | None = None
+        self.stage: Record = {}
+        self.max_grad_norm: float | None = None
+
+    def add(self, event: Record) -> None:
+        """Take in one event, in the order of the file. What a resume says was lost is forgotten."""
+        kind, step = event["event"], event.get("step", 0)
+        if kind == "step":
+            self.steps[step] = event
+        elif kind == "validation":
+            self.validations[step] = event
+        elif kind == "sample":
+            self.samples.setdefault(step, []).append(event)
+        elif kind == "start":
+            self.total_steps, self.max_grad_norm = event.get("total_steps"), event.get("max_grad_norm")
+        elif kind == "stage":
+            self.stage = event
+        elif kind == "resume":
+            for kept in (self.steps, self.validations, self.samples):
+                for lost in [known for known in kept if known > step]:
+                    del kept[lost]
+            self.notes.append(f"resumed after step {step}")
+        elif kind == "flag":
+            self.notes.append(f"step {step}: {event.get('message')}")
+
+    def seconds_left(self) -> float | None:
+        """By the median pace of the last steps; None before two of them."""
+        if self.total_steps is None:
+            return None
+        recent = [self.steps[step] for step in sorted(self.steps)[-_RECENT_STEPS - 1 :]]
+        times = [datetime.fromisoformat(event["time"]) for event in recent if "time" in event]
+        paces = [(later - sooner).total_seconds() for sooner, later in pairwise(times)]
+        paces = [pace for pace in paces if pace > 0]
+        if not paces:
+            return None
+        return statistics.median(paces) * max(self.total_steps - max(self.steps), 0)
+
+    def summary(self) -> Record:
+        """The state as plain data: the last step and validation, and the time left."""
+        last = self.steps[max(self.steps)] if self.steps else None
+        validation = self.validations[max(self.validations)] if self.validations else None
+        samples = self.samples[max(self.samples)] if self.samples else []
+        return {
+            "stage": self.stage or None,
+            "total_steps": self.total_steps,
+            "seconds_left": self.seconds_left(),
+            "step": last,
+            "validation": validation,
+            "samples": samples,
+            "notes": self.notes,
+        }
+
+    def lines(self, width: int = 100, *, draws: bool = True) -> list[str]:
+        """The picture, each line at most `width` characters; without curves where the terminal cannot draw them."""
+        if not self.steps:
+            return [self._stage_line() or "no optimizer step yet"]
+        events = [self.steps[step] for step in sorted(self.steps)]
+        found = [self._head(), *self._curves(events, draws=draws)]
+        if self.validations:
+            found += self._validation_lines(draws=draws)
+        found += [f"look at this: {note}" for note in self.notes[-3:]]
+        found += self._sample_lines()
+        return [line if len(line) <= width else f"{line[: width - 1]}…" for line in found]
+
+    def _stage_line(self) -> str:
+        name, status = self.stage.get("name"), self.stage.get("status")
+        return f"stage {name}: {status}" if name else ""
+
+    def _head(self) -> str:
+        last = max(self.steps)
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        epoch = number(self.steps[last].get("epoch"))
+        parts = [f"step {last}{total}", *([f"epoch {epoch:.2f}"] if epoch is not None else [])]
+        left = self.seconds_left()
+        if left:
+            parts.append(f"{format_duration(left)} left")
+        if stage := self._stage_line():
+            parts.append(stage)
+        return ", ".join(parts)
+
+    def _curves(self, events: Sequence[Record], *, draws: bool) -> list[str]:
+        limit = self.max_grad_norm
+        clipped = f"clipped at {limit:g}" if limit else ""
+        rows: list[tuple[str, str, Callable[[float], str], str]] = [
+            ("loss", "loss", _short, ""),
+            ("gradient norm", "grad_norm", _short, clipped),
+            ("update / weight", "update_ratio", _short, ""),
+            ("learning rate", "learning_rate", _short, ""),
+            ("tokens/s", "tokens_per_second", lambda value: f"{value:.0f}", ""),
+            ("share of peak", "mfu", lambda value: f"{value:.0%}", ""),
+            ("memory", "memory_bytes", lambda value: format_bytes(round(value)), ""),
+            ("reward margin", "reward_margin", _short, ""),
+            ("reward, chosen", "reward_chosen", _short, ""),
+            ("reward, rejected", "reward_rejected", _short, ""),
+        ]
+        found = []
+        for title, field, shown, remark in rows:
+            values = [number(event.get(field)) for event in events]
+            known = [value for value in values if value is not None]
+            if known:
+                curve = f" {sparkline(values, _CURVE_WIDTH):<{_CURVE_WIDTH}}" if draws else ""
+                last = shown(values[-1]) if values[-1] is not None else "not finite"
+                low, high = shown(min(known)), shown(max(known))
+                found.append(
+                    f"{title:<17}{curve} {last:>10}  {low} to {high}{', ' + remark if remark else ''}"
+                )
+        return found
+
+    def _validation_lines(self, *, draws: bool) -> list[str]:
+        steps = sorted(self.validations)
+        losses = [number(self.validations[step].get("loss")) for step in steps]
+        curve = f" {sparkline(losses, _CURVE_WIDTH):<{_CURVE_WIDTH}}" if draws else ""
+        last = f"{losses[-1]:.4g}" if losses[-1] is not None else "not finite"
+        found = [f"{'validation':<17}{curve} {last:>10}  at step {steps[-1]}"]
+        sources = self.validations[steps[-1]].get("sources") or {}
+        for name, part in sources.items():
+            found.append(f"  {on_one_line(name)}: {part['loss']:.4g} over {part['target_tokens']} targets")
+        return found
+
+    def _sample_lines(self) -> list[str]:
+        if not self.samples:
+            return []
+        step = max(self.samples)
+        found = [f"answers at step {step}"]
+        for sample in self.samples[step]:
+            kl = number(sample.get("kl_to_base"))
+            moved = f"  [KL to the base {kl:.3g}]" if kl is not None else ""
+            found.append(f"  {on_one_line(sample['name'])}: {on_one_line(sample['output'])}{moved}")
+        return found
+
+
+def step_line(view: RunView) -> str:
+    """The last step in one line of a log."""
+    step = max(view.steps)
+    event = view.steps[step]
+    parts = [f"step {step}" + (f"/{view.total_steps}" if view.total_steps else "")]
+    for name, field in (
+        ("loss", "loss"),
+        ("grad", "grad_norm"),
+        ("ratio", "update_ratio"),
+        ("rate", "learning_rate"),
+    ):
+        value = number(event.get(field))
+        parts.append(f"{name} {value:.4g}" if value is not None else f"{name} not finite")
+    left = view.seconds_left()
+    return "  ".join(parts) + (f"  {format_duration(left)} left" if left else "")
+
+
+def number(value: Any) -> float | None:
+    """A finite number of an event, or None: what is not finite is written by its name."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def on_one_line(text: str) -> str:
+    """Text of a model for a terminal: no line break, no control character that could move its cursor or colour it."""
+    shown = "".join(character if character.isprintable() else " " for character in str(text))
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= _SAMPLE_CHARACTERS else f"{shown[:_SAMPLE_CHARACTERS]}…"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
