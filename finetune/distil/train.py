@@ -1,0 +1,37 @@
+"""Distillation, from top to bottom: supervised fine-tuning whose loss is the distance to a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.data.tokenise import TokenisedRow
+from finetune.distil.trainer import DistilTrainer, Teaching
+from finetune.recipe.schema import Recipe
+from finetune.training.session import TrainResult
+from finetune.training.sft import train_sft
+
+
+def train_distil(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: Sequence[TokenisedRow],
+    validation_rows: Sequence[TokenisedRow],
+    *,
+    teaching: Teaching,
+    n_vocabulary: int,
+    **options: Any,
+) -> TrainResult:
+    """Tune `model`, the student, towards what `teaching` says of the rows' targets; the rest is as in `train_sft`.
+
+    n_vocabulary: ids that both tokenizers have (`shared_vocabulary`). `options` are those of `train_sft`; it takes the
+    same rows into the same packs, and resumes in the same way. Raises UserError as it does, and for a student whose logits
+    are not the plain product of states and head.
+    """
+    assert recipe.distil is not None, "the recipe's agreement demands it"
+    trainer = partial(DistilTrainer, teaching=teaching, loss=recipe.distil.loss, n_vocabulary=n_vocabulary)
+    return train_sft(recipe, model, tokenizer, train_rows, validation_rows, make_trainer=trainer, **options)

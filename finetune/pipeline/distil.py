@@ -1,0 +1,144 @@
+"""What a distillation adds to a run: the teacher's answers as an arm, what it says to the student, and the three arms compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.digest import digest_json
+from finetune.evaluation.compare import compare_folders
+from finetune.evaluation.gap import gaps_closed
+from finetune.evaluation.records import read_records, records_path, summary_path
+from finetune.evaluation.run import prepare_arm
+from finetune.evaluation.suite_data import SuiteData
+from finetune.model.source import read_config
+from finetune.paths import write_json
+from finetune.pipeline.baseline_store import fetch_baseline
+from finetune.pipeline.teacher import Teacher
+from finetune.recipe.distil_section import DistilSection
+
+if TYPE_CHECKING:
+    from finetune.pipeline.inputs import RunInputs
+
+FACTS = "distillation.json"
+TEACHER = "teacher"
+UNKNOWN_LICENCE = "distil.teacher.licence is not given: whether the teacher's terms allow a student to be made of what it says is unknown"
+
+
+def teacher_answers(inputs: RunInputs, tokenizer: Any, data: SuiteData, target: Path, say: Any) -> list[Path]:
+    """Answer a suite with the teacher, asked as the student will be, or find its answers in the store of all runs.
+
+    Returns the files written into `target`.
+    """
+    recipe, teacher = inputs.recipe, _teacher(inputs)
+    key = teacher.key(recipe.eval.dtype)
+    job = prepare_arm(tokenizer, data.suite, data.items, arm="teacher", few_shot=data.few_shot_rows, key=key)
+    model = cache(lambda: teacher.load(dtype=recipe.eval.dtype))
+    fetch_baseline(job, target, model_key=key, model=model, batch_size=recipe.eval.batch_size, say=say)
+    return [records_path(target, TEACHER), summary_path(target, TEACHER)]
+
+
+def write_facts(inputs: RunInputs, path: Path) -> None:
+    """`distillation.json`: who teaches, on what terms, and the sizes of both models."""
+    teacher, section = _teacher(inputs), _section(inputs)
+    layers = section.student.layers
+    write_json(
+        path,
+        {
+            "teacher": {
+                "name": teacher.name,
+                "digest": teacher.digest,
+                "licence": teacher.licence,
+                "parameters": teacher.n_parameters,
+                "layers": _layers(read_config(teacher.source)),
+            },
+            "student": {
+                "parameters": inputs.source.n_parameters,
+                "layers": _layers(inputs.config),
+                "cut_from_layers": list(layers) if layers is not None else None,
+            },
+            "way": section.way,
+            "targets": section.targets,
+            "loss": section.loss.model_dump(mode="json"),
+        },
+    )
+
+
+def teaching(inputs: RunInputs, student_tokenizer: Any) -> dict[str, Any]:
+    """What `train_distil` needs of the teacher; nothing for a recipe without one.
+
+    Raises UserError where teacher and student do not have the same tokens.
+    """
+    if inputs.teacher is None:
+        return {}
+    from finetune.distil.trainer import LiveTeaching, shared_vocabulary
+
+    teacher, recipe = inputs.teacher, inputs.recipe
+    n_vocabulary = shared_vocabulary(student_tokenizer, teacher.load_tokenizer())
+    attention = "document" if recipe.train.packing else "sdpa"
+    model = teacher.load(dtype=_section(inputs).teacher.dtype, attention=attention)
+    return {"teaching": LiveTeaching(model, n_vocabulary), "n_vocabulary": n_vocabulary}
+
+
+def teaching_key(inputs: RunInputs) -> dict[str, Any]:
+    """What of the teacher decides the student's weights besides the recipe."""
+    if inputs.teacher is None:
+        return {}
+    return {"teacher": inputs.teacher.key(_section(inputs).teacher.dtype)}
+
+
+def compare_with_teacher(
+    inputs: RunInputs, data: SuiteData, result: dict[str, Any], baseline: Path, tuned: Path
+) -> None:
+    """Add to a suite's result the student against its teacher, and the share of the gap that it closed.
+
+    The gap is that between the arm the verdict is taken against, and the teacher.
+    """
+    if inputs.teacher is None:
+        return
+    against = data.suite.baseline_arms([inputs.recipe.eval.against])[0]
+    other = compare_folders(data.suite, baseline, TEACHER, tuned, slices=False)
+    result["comparisons"] += other["comparisons"]
+    arms = [(baseline, against), (tuned, "tuned"), (baseline, TEACHER)]
+    before, after, teacher = (read_records(folder, arm) for folder, arm in arms)
+    result["gap"] = {
+        "before": against,
+        "teacher": TEACHER,
+        "metrics": gaps_closed(data.suite, before, after, teacher),
+    }
+
+
+def _layers(config: dict[str, Any]) -> int | None:
+    found = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers")
+    return found if isinstance(found, int) else None
+
+
+def _teacher(inputs: RunInputs) -> Teacher:
+    assert inputs.teacher is not None
+    return inputs.teacher
+
+
+def _section(inputs: RunInputs) -> DistilSection:
+    assert inputs.recipe.distil is not None
+    return inputs.recipe.distil
+
+
+def facts_digest(inputs: RunInputs) -> str:
+    """Of what `distillation.json` says: a licence that is filled in later is no reason to train again."""
+    teacher = _teacher(inputs)
+    return digest_json([teacher.digest, teacher.licence, inputs.source.digest, inputs.digest])
+
+
+__all__: Sequence[str] = [
+    "FACTS",
+    "TEACHER",
+    "UNKNOWN_LICENCE",
+    "compare_with_teacher",
+    "facts_digest",
+    "teacher_answers",
+    "teaching",
+    "teaching_key",
+    "write_facts",
+]

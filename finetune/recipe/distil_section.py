@@ -1,0 +1,207 @@
+"""Distillation: who teaches, what the student learns from it, and what the student is. The section `distil` of a recipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe.adapter_section import AdapterSection
+from finetune.recipe.constraints import refused
+from finetune.recipe.model_section import ModelSection
+from finetune.recipe.section import Count, Section, Share
+from finetune.recipe.train_section import TrainSection
+
+DivergenceName = Literal[
+    "forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"
+]
+WEIGHED: tuple[DivergenceName, ...] = ("jsd", "skew_forward_kl", "skew_reverse_kl")
+LEAST_WEIGHT = 1e-3  # nearer to 0 or 1 a mixture is one of its two parts in fp32
+Temperature = Annotated[float, Field(gt=0, le=20)]
+_LAYERS = re.compile(r"layers\[\s*(\d+(?:\s*,\s*\d+)*)\s*,?\s*\]")
+
+
+class TeacherSection(Section):
+    """The model that teaches: what a run has tuned, or a model, with an adapter on it where one is named."""
+
+    run: str | None = Field(
+        None,
+        description="`runs/<id>`, or `runs/<recipe name>` for that recipe's newest finished run: its tuned model.",
+    )
+    id: str | None = Field(None, description="A model, as `model.id`; in place of `run`.")
+    revision: str | None = Field(None, description="Commit or tag of a hub id.")
+    adapter: str | None = Field(None, description="Folder of an adapter that lies on the model `id`.")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the teacher's weights and compute.")
+    quantize: Literal["none", "nf4", "fp4", "int8"] = Field(
+        "none",
+        description="Quantization of the teacher's frozen weights; with `run` it is that of its training.",
+    )
+    licence: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="What the teacher's terms allow to be done with what it says, e.g. `Apache-2.0`; none: unknown, and the report "
+        "warns.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TeacherSection:
+        if (self.run is None) == (self.id is None):
+            raise refused("run", "give either run or id", fix="run: runs/<recipe name>")
+        for key in ("revision", "adapter"):
+            if self.run is not None and getattr(self, key) is not None:
+                raise refused(
+                    key, "a run knows its own base and adapter", fix=f"leave out {key}, or give id, not run"
+                )
+        if self.run is not None and self.quantize != "none":
+            raise refused(
+                "quantize",
+                "a run's model is held as it was trained",
+                fix="leave out quantize, or name base and adapter by id and adapter",
+            )
+        return self
+
+
+class DistilLossSection(Section):
+    """What is minimised over the target tokens: (1 - answer_weight) · T² · divergence + answer_weight · cross-entropy."""
+
+    kind: DivergenceName = Field(
+        "forward_kl",
+        description="Divergence between teacher p and student q: KL(p‖q), KL(q‖p), the generalised Jensen-Shannon divergence, KL "
+        "of p or q to a mixture (skew), or half the L1 distance.",
+    )
+    temperature: Temperature = Field(
+        1.0, description="T: logits of both are divided by it, and the divergence is multiplied by T²."
+    )
+    beta: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="β of `jsd`, the weight of the teacher in the mixture (none: 0.5), or α of the skew kinds, the share of the first "
+        "distribution in it (none: 0.1; 0: plain KL).",
+    )
+    answer_weight: Share = Field(
+        0.0, description="Weight of the answers' own cross-entropy; the rest is the divergence's."
+    )
+
+    @model_validator(mode="after")
+    def _weight_of_the_kind(self) -> DistilLossSection:
+        if self.beta is None:
+            return self
+        if self.kind not in WEIGHED:
+            raise refused(
+                "beta", f"{self.kind} has no mixture; it is for {', '.join(WEIGHED)}", fix="leave out beta"
+            )
+        least = 0.0 if self.kind != "jsd" and self.beta == 0.0 else LEAST_WEIGHT
+        if not least <= self.beta <= 1.0 - LEAST_WEIGHT:
+            raise refused(
+                "beta",
+                f"{self.kind} with {self.beta} compares nothing: it has to be from {LEAST_WEIGHT} to {1.0 - LEAST_WEIGHT}",
+                fix="for what jsd tends to at 0 and 1, set kind: forward_kl or reverse_kl",
+            )
+        return self
+
+
+class TeacherCacheSection(Section):
+    """What is kept of the teacher's distribution at every target token."""
+
+    k: Count = Field(
+        64, description="Most likely tokens kept with their logits; the rest is one bucket of known mass."
+    )
+    dtype: Literal["fp16", "fp32"] = Field("fp16", description="Type of the kept logits.")
+    temperatures: list[Temperature] = Field(
+        default_factory=list,
+        description="Temperatures whose log-normaliser is kept, so that a later run may use any of them; the loss's own is always "
+        "among them.",
+    )
+
+
+class StudentSection(Section):
+    """What the student is before it learns."""
+
+    init: Annotated[str, Field(pattern=r"^(model|layers\[[\d\s,]+\])$")] = Field(
+        "model",
+        description="`model`: that of `model.id`, with the adapter of `adapter.start`. `layers[0, 3, 6]`: cut from the teacher, its "
+        "embeddings, head and these layers, counted from 0; `model.id` is then the teacher's base.",
+    )
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """The teacher's layers that the student has; None when it is not cut from it."""
+        found = _LAYERS.fullmatch(self.init)
+        return tuple(int(number) for number in found[1].split(",")) if found else None
+
+    @model_validator(mode="after")
+    def _ascending(self) -> StudentSection:
+        if self.init == "model":
+            return self
+        layers = self.layers
+        if layers is None or list(layers) != sorted(set(layers)):
+            raise refused(
+                "init", "layers are named once each, in their order", fix="init: layers[0, 3, 6, 9]"
+            )
+        return self
+
+
+class DistilSection(Section):
+    """Passing on what a teacher knows to a student; with `train.method: distil`."""
+
+    teacher: TeacherSection
+    student: StudentSection = Field(default_factory=StudentSection)
+    way: Literal["logits"] = Field(
+        "logits",
+        description="What the student learns from. `logits`: the teacher's distribution at every target token of the dataset's "
+        "answers.",
+    )
+    targets: Literal["cache", "live"] = Field(
+        "live",
+        description="`cache`: the teacher runs once and what it says is kept (see `cache`); `live`: it runs beside the student at "
+        "every step, and its whole distribution counts.",
+    )
+    loss: DistilLossSection = Field(default_factory=DistilLossSection)
+    cache: TeacherCacheSection = Field(default_factory=TeacherCacheSection)
+
+    @model_validator(mode="after")
+    def _sound(self) -> DistilSection:
+        if self.targets == "live" and self.cache != TeacherCacheSection():
+            raise refused(
+                "cache",
+                "with targets live nothing is cached",
+                fix="leave out distil.cache, or set targets: cache",
+            )
+        return self
+
+
+def check_distil_agrees(
+    model: ModelSection, adapter: AdapterSection, train: TrainSection, distil: DistilSection | None
+) -> None:
+    """Raise, at the key to change, where method and section, or student and teacher, cannot be together."""
+    if (train.method == "distil") != (distil is not None):
+        raise refused(
+            "train.method" if distil is not None else "distil",
+            f"the section distil is not read by train.method {train.method}"
+            if distil is not None
+            else "train.method distil needs to know who teaches",
+            fix="set train.method: distil, or leave out distil"
+            if distil is not None
+            else "add `distil: {teacher: {run: runs/<recipe name>}}`",
+        )
+    if distil is None:
+        return
+    if not train.loss.is_plain or train.loss.neftune_alpha:
+        raise refused("train.loss", "the loss of distil is distil.loss", fix="leave out train.loss")
+    if train.auto:
+        raise refused(
+            "train.auto",
+            "the batching of distil is not searched, only that of sft",
+            fix="set train.auto: false and give micro_batch_size and gradient_accumulation_steps",
+        )
+    if model.new_tokens:
+        raise refused(
+            "model.new_tokens",
+            "the teacher has no probability for tokens that only the student knows",
+            fix="leave out model.new_tokens",
+        )
+    if distil.student.layers is not None and adapter.start is not None:
+        raise refused(
+            "adapter.start",
+            "a student that is cut from its teacher starts from the teacher's weights",
+            fix="leave out adapter.start, or set distil.student.init: model",
+        )

@@ -1,0 +1,112 @@
+"""Student before, student after, teacher: what each scores, how large and how fast it is, and how much of the gap is closed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.report.numbers import NBSP, finite, grouped, share, significant, unit_of, words
+from finetune.report.read import Arm, Record, RunFiles, as_dict, as_list, as_text
+from finetune.report.tables import Cell, Table
+from finetune.units import format_count
+
+_TEACHER, _AFTER = "teacher", "tuned"
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """A table a suite of the three models, sentences on the gap, who teaches, and what a reader must be warned of."""
+
+    tables: tuple[Table, ...]
+    gaps: tuple[str, ...]
+    teacher: str
+    warnings: tuple[str, ...]
+
+
+def read_distillation(run: RunFiles) -> Distillation | None:
+    """None for a run without a teacher."""
+    facts = run.distillation
+    if not facts:
+        return None
+    teacher, student = as_dict(facts.get("teacher")), as_dict(facts.get("student"))
+    licence = as_text(teacher.get("licence"))
+    warnings = (
+        ()
+        if licence
+        else (
+            "The recipe does not say what the teacher's terms allow (distil.teacher.licence): find out before the student is "
+            "passed on.",
+        )
+    )
+    return Distillation(
+        tables=tuple(_table(run, suite, facts) for suite in run.suites if run.arm(suite, _TEACHER)),
+        gaps=tuple(line for suite in run.suites for line in _gap_lines(run, suite)),
+        teacher=_teacher_sentence(facts, teacher, student, licence),
+        warnings=warnings,
+    )
+
+
+def _teacher_sentence(facts: Record, teacher: Record, student: Record, licence: str | None) -> str:
+    cut = as_list(student.get("cut_from_layers"))
+    name = as_text(teacher.get("name")) or "not recorded"
+    parts = [f"Teacher {name}, licence {licence or 'unknown'}"]
+    if cut:
+        parts.append(f"student cut from its layers {', '.join(map(str, cut))}")
+    loss, way = as_dict(facts.get("loss")), as_text(facts.get("way"))
+    if way == "logits" and loss:
+        temperature = significant(loss.get("temperature"))
+        parts.append(
+            f"{words(str(loss.get('kind')))} at temperature {temperature}, targets {facts.get('targets')}"
+        )
+    return "; ".join(parts) + "."
+
+
+def _table(run: RunFiles, suite: str, facts: Record) -> Table:
+    against = as_text(as_dict(as_dict(run.suite_records.get(suite)).get("gap")).get("before"))
+    before = run.arm(suite, against or as_text(run.recipe_value("eval.against")) or "start")
+    arms = [before, run.arm(suite, _AFTER), run.arm(suite, _TEACHER)]
+    metric = run.primary_metric(suite)
+    rows = [(Cell(words(metric)), tuple(_score(arm, metric) for arm in arms))] if metric else []
+    sizes = [as_dict(facts.get(who)) for who in ("student", "student", "teacher")]
+    rows += [
+        (Cell("parameters"), tuple(_size(one, sizes[2]) for one in sizes)),
+        (Cell("layers"), tuple(Cell(grouped(one.get("layers"))) for one in sizes)),
+        (Cell("latency, median"), tuple(_latency(arm) for arm in arms)),
+    ]
+    return Table(suite, ("student before", "student after", "teacher"), tuple(rows))
+
+
+def _score(arm: Arm | None, metric: str) -> Cell:
+    held = arm.metric(metric) if arm is not None else {}
+    unit = unit_of(metric, [held.get(key) for key in ("mean", "low", "high")])
+    return Cell(unit.value(held.get("mean")), unit.range(held.get("low"), held.get("high")))
+
+
+def _size(one: Record, teacher: Record) -> Cell:
+    count, whole = finite(one.get("parameters")), finite(teacher.get("parameters"))
+    if count is None:
+        return Cell(None)
+    below = None if one is teacher or not whole else f"{count / whole:.2f}× the teacher's"
+    return Cell(format_count(int(count)), below)
+
+
+def _latency(arm: Arm | None) -> Cell:
+    seconds = finite(as_dict(arm.summary.get("latency_seconds")).get("p50")) if arm is not None else None
+    return Cell(None if seconds is None else f"{significant(seconds * 1000)}{NBSP}ms")
+
+
+def _gap_lines(run: RunFiles, suite: str) -> list[str]:
+    metrics = as_dict(as_dict(as_dict(run.suite_records.get(suite)).get("gap")).get("metrics"))
+    return [f"{suite}, {words(name)}: {gap_sentence(as_dict(found))}" for name, found in metrics.items()]
+
+
+def gap_sentence(found: Record) -> str:
+    """'62 % of the gap to the teacher closed (95 % interval 41 % to 80 %, n 240)', or why that cannot be said."""
+    n, closed = grouped(found.get("n")), share(found.get("share"), 0)
+    reason = as_text(found.get("reason"))
+    if closed is None:
+        return f"{reason or 'no share of a gap'} (n{NBSP}{n})"
+    low, high = share(found.get("low"), 0), share(found.get("high"), 0)
+    if low is None or high is None:
+        return f"{closed} of the gap to the teacher closed, without an interval: {reason} (n{NBSP}{n})"
+    confidence = share(found.get("confidence"), 0)
+    return f"{closed} of the gap to the teacher closed ({confidence} interval {low} to {high}, n{NBSP}{n})"
