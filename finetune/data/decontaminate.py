@@ -21,7 +21,7 @@ from finetune.data.build import DatasetBuild, code_digest, complete_build
 from finetune.data.card import CARD, CROISSANT, write_card
 from finetune.data.leaks import read_side
 from finetune.data.questions import Questions
-from finetune.data.rows import Progress, Row
+from finetune.data.rows import Progress, Row, Side
 from finetune.data.spec_split import GuardSection
 from finetune.data.stages.apart import WORDING
 from finetune.data.stages.assemble import MANIFEST
@@ -64,8 +64,18 @@ def decontaminate(
     return (build if not report["rows"] else _without(build, report, key)), report
 
 
+def rows_that_hold(build: DatasetBuild, side: Side, evaluations: Sequence[Questions]) -> set[str]:
+    """Ids of the rows of a side that hold a question of `evaluations`, by the guard of the build's spec."""
+    section = GuardSection(**build.manifest.get("guard", {}))
+    return {hit["row"] for hit in _search(build, evaluations, section, lambda share: None, side)["rows"]}
+
+
 def _search(
-    build: DatasetBuild, evaluations: Sequence[Questions], section: GuardSection, on_progress: Progress
+    build: DatasetBuild,
+    evaluations: Sequence[Questions],
+    section: GuardSection,
+    on_progress: Progress,
+    side: Side = "train",
 ) -> dict[str, Any]:
     report: dict[str, Any] = {"evaluations": {}, "rows": []}
     table: RowTable | None = None
@@ -74,7 +84,7 @@ def _search(
         taken: set[str] = set()
         for number, questions in enumerate(evaluations):
             if table is None and section.counts_ngrams:
-                path = build.path("train")
+                path = build.path(side)
                 table = RowTable.of_keys([read_side(path).keys], [path], [0], [False])
                 opened.callback(table.lines.close)
             hits = [] if table is None else _hits(table, questions, section, wording)

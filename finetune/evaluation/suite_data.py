@@ -46,11 +46,9 @@ def load_suite_data(
     dataset_spec: where the few-shot rows of a suite with a JSONL file come from (the recipe's dataset). max_items: only
     the first ones, for a smoke run. Raises UserError for an empty suite and for every faulty line of a file at once.
     """
-    spec = dataset_spec
+    spec = _spec_of(suite, dataset_spec)
     if suite.items.spec is not None:
-        spec = find_declarative(
-            "data", suite.items.spec, relative_to=suite.path.parent, where=f"{suite.path}: items.spec"
-        )
+        assert spec is not None
         items = items_from_rows(_built(spec, suite.items.split, builds_root), cluster_key=suite.cluster)
     else:
         own = _own_items(suite, max_items)
@@ -63,6 +61,24 @@ def load_suite_data(
             fix="name another split or file under items:",
         )
     return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, builds_root)))
+
+
+def shows_rows_of(suite: Suite, dataset_spec: Path) -> bool:
+    """Whether the suite's few-shot rows are rows of this dataset, the recipe's."""
+    shown = suite.few_shot
+    if shown is None or shown.jsonl is not None or suite.items.hub is not None:
+        return False
+    spec = _spec_of(suite, dataset_spec)
+    return spec is not None and spec.resolve() == dataset_spec.resolve()
+
+
+def _spec_of(suite: Suite, dataset_spec: Path | None) -> Path | None:
+    """The dataset spec that the suite names, or else the recipe's."""
+    if suite.items.spec is None:
+        return dataset_spec
+    return find_declarative(
+        "data", suite.items.spec, relative_to=suite.path.parent, where=f"{suite.path}: items.spec"
+    )
 
 
 def _own_items(suite: Suite, max_items: int | None) -> list[Item]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset
-from finetune.data.decontaminate import decontaminate
+from finetune.data.decontaminate import decontaminate, rows_that_hold
 from finetune.data.questions import Questions, messages_question
-from finetune.data.rows import Progress
+from finetune.data.rows import Progress, Side
 from finetune.data.stages.runner import Runner
 from finetune.evaluation.items import Item
 from finetune.evaluation.suite import Suite, load_suite
-from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.evaluation.suite_data import SuiteData, load_suite_data, shows_rows_of
 from finetune.paths import find_declarative
 from finetune.recipe.resolve import read_recipe
 
@@ -65,6 +66,22 @@ def suite_questions(suites: Iterable[SuiteData], spec_path: Path) -> list[Questi
         for data in suites
         if not _asks_of(data.suite, spec_path)
     ]
+
+
+def show_trained_rows(data: SuiteData, build: DatasetBuild, spec_path: Path, *, compared: bool) -> SuiteData:
+    """The suite with few-shot examples of `build`, where they come from the recipe's dataset: an example that holds a
+    question of the suite would give its answer away.
+
+    compared: whether the questions of this suite were among those that `build` was decontaminated with. Where they were
+    not, and for examples that are no train rows, they are compared now.
+    """
+    if not shows_rows_of(data.suite, spec_path):
+        return data
+    assert data.suite.few_shot is not None
+    side = cast("Side", data.suite.few_shot.split)
+    questions = [] if compared and side == "train" else suite_questions([data], spec_path)
+    held = rows_that_hold(build, side, questions) if questions else set()
+    return replace(data, few_shot_rows=tuple(row for row in build.iter_rows(side) if row.id not in held))
 
 
 def contaminated_line(report: dict[str, Any]) -> str:

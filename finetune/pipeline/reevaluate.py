@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.data.build import MANIFEST, build_dataset, default_builds_root, open_build
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, refuse_same_answers
@@ -25,6 +26,7 @@ from finetune.evaluation.suite import Suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
+from finetune.pipeline.decontaminate import show_trained_rows
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.served import SERVED_FOLDER, Served
@@ -73,7 +75,15 @@ class FinishedRun:
 
     def data_of(self, suite: Suite) -> SuiteData:
         inputs = self.context.inputs
-        return load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
+        data = load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
+        if not data.few_shot_rows:
+            return data
+        own = self.context.folder / "data"
+        if not (own / MANIFEST).is_file():  # removed since, for its size
+            build = build_dataset(inputs.spec_path, default_builds_root())
+            return show_trained_rows(data, build, inputs.spec_path, compared=False)
+        compared = suite.digest in {one.digest for one in inputs.suites}
+        return show_trained_rows(data, open_build(own), inputs.spec_path, compared=compared)
 
     def answer(
         self,

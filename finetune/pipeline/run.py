@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.data.build import open_build
 from finetune.errors import UserError
 from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
+from finetune.pipeline.decontaminate import show_trained_rows
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
@@ -70,6 +72,8 @@ def run_recipe(
             for suite in inputs.suites
         ]
         rows = data_stage(context, build, suites)
+        trained = open_build(folder / "data")
+        suites = [show_trained_rows(data, trained, inputs.spec_path, compared=True) for data in suites]
         check_stage(context, rows)
         baseline_stage(context, suites)
         announce_power(context, suites)
