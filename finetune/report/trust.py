@@ -55,7 +55,7 @@ def read_trust(run: RunFiles) -> Trust:
 
 def _training(run: RunFiles) -> tuple[str, ...]:
     """What training itself found worth a look, once each: a margin that stays away, chosen answers that become unlikely."""
-    found = {}
+    found: dict[str, str] = {}
     for event in run.events:
         message = as_text(event.get("message"))
         if event.get("event") == "flag" and message:
