@@ -1,4 +1,4 @@
-"""`finetune eval run | compare | gate | score | pin`: judge a run again, by hand or in a build server."""
+"""`finetune eval run | compare | gate | score | pin | judge`: judge a run again, by hand or in a build server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from finetune.cli.evaluate_model import model
 from finetune.cli.output import JsonFlag, emit, note
 from finetune.cli.prices import InputPriceOption, OutputPriceOption, PerHourOption, priced
 from finetune.cli.servers import (
@@ -58,6 +59,9 @@ class Require(StrEnum):
 @app.callback()
 def group() -> None:
     """Paired evaluation against a baseline, and the gate."""
+
+
+app.command()(model)
 
 
 @app.command()

@@ -9,7 +9,9 @@ from finetune.evaluation.cost_screen import cost_lines
 from finetune.evaluation.early_stop import sequential_line
 from finetune.evaluation.formats import format_line
 from finetune.evaluation.gate import GateAnswer, describe_difference, is_share
+from finetune.evaluation.records import ArmSummary
 from finetune.evaluation.repeats import noise_line
+from finetune.evaluation.suite import Suite
 
 _SLICES_SHOWN = 5
 
@@ -44,6 +46,33 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {decisive['limits']}")
     lines += [f"  note: {note}" for note in [*result.get("notes", []), *decisive.get("notes", [])]]
     return lines + slice_lines(result)
+
+
+def standing_lines(suite: Suite, summary: ArmSummary) -> list[str]:
+    """One arm by itself: every metric with its interval."""
+    lines = [f"{suite.name} ({suite.role}), {summary.arm}"]
+    width = max(map(len, summary.metrics))
+    for name, held in summary.metrics.items():
+        primary = "*" if name == suite.primary_metric else " "
+        lines.append(
+            f"  {primary} {name:<{width}}  {_level(held, share=not suite.scorer_of(name).open_ended)}"
+        )
+    return lines
+
+
+def _level(held: Mapping[str, Any], *, share: bool) -> str:
+    """'45.7% [38.2%, 53.4%], n = 162 (wilson)'; a mean without a margin of error says that it has none."""
+    if held["mean"] is None:
+        return "nothing scored (n = 0)"
+    spread = [held["low"], held["high"]]
+    known = None not in spread
+    form = (
+        ".1%"
+        if share and all(0.0 <= one <= 1.0 for one in [held["mean"], *(spread if known else [])])
+        else ".4g"
+    )
+    interval = f"[{spread[0]:{form}}, {spread[1]:{form}}]" if known else "no interval"
+    return f"{held['mean']:{form}} {interval}, n = {held['n']} ({held['method']})"
 
 
 def _judged_lines(one: Mapping[str, Any]) -> list[str]:

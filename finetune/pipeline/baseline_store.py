@@ -1,4 +1,4 @@
-"""Answers of untuned models, kept by digest under `runs/baselines` and shared by every run on the same base and suite.
+"""Answers that are no single run's, kept by digest under `runs/baselines`: those of untuned models, shared by all runs.
 
 An arm's folder is named by everything that decides its answers, so two recipes that would ask a base model the same
 things find one folder. A run gets a copy and stays complete by itself. One process at a time works in a folder; another
@@ -8,7 +8,7 @@ one that wants the same answers waits for them.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,25 @@ def fetch_baseline(
     saved = job.saved(target)
     if saved is not None:
         return saved
+    return _copy_arm(
+        answer_in_store(job, model_key=model_key, model=model, batch_size=batch_size, reuse=[target], say=say),
+        target,
+        job.arm,
+    )
+
+
+def answer_in_store(
+    job: ArmJob,
+    *,
+    model_key: str,
+    model: Callable[[], Any],
+    batch_size: int,
+    reuse: Sequence[Path] = (),
+    adapter_sha256: str | None = None,
+    say: Callable[[str], None],
+) -> Path:
+    """The store's folder with the arm's answers, given by `model()` where they are missing. reuse: other folders that may
+    have some of them."""
     family = f"{job.suite.name}-{job.arm}-{model_key[:_MODEL_DIGITS]}-"
     store = store_root() / f"{family}{job.key[:_ANSWER_DIGITS]}"
     with _only_process(
@@ -55,8 +74,10 @@ def fetch_baseline(
     ):
         if job.saved(store) is None:
             others = [folder for folder in sorted(store_root().glob(f"{family}*")) if folder != store]
-            job.evaluate(model(), store, batch_size=batch_size, reuse=[target, *others])
-        return _copy_arm(store, target, job.arm)
+            job.evaluate(
+                model(), store, batch_size=batch_size, adapter_sha256=adapter_sha256, reuse=[*reuse, *others]
+            )
+    return store
 
 
 def _copy_arm(store: Path, target: Path, arm: str) -> ArmSummary:
