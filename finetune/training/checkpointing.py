@@ -1,0 +1,159 @@
+"""How a trainer writes and reads its checkpoints: whole, checksummed, owned by one recipe, tensors and plain data only."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Trainer, TrainerState
+
+from finetune.recipe.train_section import TrainSection
+from finetune.training.checkpoints import checkpoint_step, list_checkpoints, save_checkpoint
+from finetune.training.sharded_states import spread_optimizer_state, whole, whole_weights
+from finetune.training.states import load_state, save_state
+
+
+class CheckpointingTrainer(Trainer):
+    """In place of transformers' own checkpoints, which hold pickle.
+
+    A checkpoint is the same whether its weights were spread over processes or not: any number of processes continues it.
+    The states of random generators are those of each process, and are used when there are as many again.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+    settings: TrainSection
+    checkpoint_root: Path
+    owner: str
+    keep_also: set[int]
+    recent_steps_kept = 0  # checkpoints back to the newest one that is older than these steps are kept too
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """What is trained, gathered by all processes where it is spread over them; None where every process holds it."""
+        return whole_weights(self.model) if self.is_fsdp_enabled else None
+
+    def save_weights(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Adapter or model with its tokenizer, as safetensors and JSON; no pickle. `weights`: see `whole_weights`."""
+        self._save(str(folder), state_dict=weights)
+        (folder / "training_args.bin").unlink(missing_ok=True)
+
+    def load_step(self, checkpoint: Path) -> None:
+        """Put a checkpoint's weights, and with an averaging optimizer its state, into the model; nothing is trained."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if inner is None:
+            inner = self.create_optimizer()
+        if callable(getattr(inner, "eval", None)):
+            inner.load_state_dict(load_state(checkpoint / "optimizer"))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        everyones = self._gather(self._own_random_state())
+        weights = self.whole_weights()
+        optimizer = self.optimizer.state_dict() if weights is None else whole(self.optimizer.state_dict())
+        if not self.args.should_save:
+            return
+
+        def fill(folder: Path) -> None:
+            self.save_weights(folder, weights)
+            save_state(folder / "optimizer", optimizer)
+            save_state(folder / "scheduler", self.lr_scheduler.state_dict())
+            for number, own in enumerate(everyones):
+                save_state(self._rng_path(folder, number), own)
+            self._save_scaler(str(folder))
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+        save_checkpoint(
+            self.checkpoint_root,
+            self.state.global_step,
+            fill,
+            owner=self.owner,
+            keep=self.settings.keep_checkpoints,
+            keep_also=self.keep_also | self._recent(),
+        )
+
+    def _recent(self) -> set[int]:
+        steps = [checkpoint_step(path) for path in list_checkpoints(self.checkpoint_root)]
+        limit = self.state.global_step - self.recent_steps_kept
+        good = [step for step in steps if step <= limit]
+        return {step for step in steps if step >= max(good, default=0)} if self.recent_steps_kept else set()
+
+    def _gather(self, states: dict[str, Any]) -> list[dict[str, Any]]:
+        """The random states of all processes, in their order."""
+        if self.args.world_size == 1:
+            return [states]
+        everyones: list[Any] = [None] * self.args.world_size
+        torch.distributed.all_gather_object(everyones, states)
+        return everyones
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        if resume_from_checkpoint is None or not self.is_fsdp_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        with self._as_if_unsharded():
+            self._load_from_checkpoint(resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._load_scaler(resume_from_checkpoint)
+        return prepared
+
+    @contextlib.contextmanager
+    def _as_if_unsharded(self) -> Iterator[None]:
+        self.is_fsdp_enabled = False
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = load_state(Path(checkpoint) / "optimizer")
+        if self.is_fsdp_enabled:
+            state = spread_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), state)
+        self.optimizer.load_state_dict(state)
+        self.lr_scheduler.load_state_dict(load_state(Path(checkpoint) / "scheduler"))
+
+    def _rng_path(self, folder: Path, number: int) -> Path:
+        return folder / (f"random-{number}" if self.args.world_size > 1 else "random")
+
+    def _own_random_state(self) -> dict[str, Any]:
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.random.get_rng_state(self.args.device)
+        return states
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = self._rng_path(Path(checkpoint), self.args.process_index)
+        following = self._rng_path(Path(checkpoint), self.args.world_size)
+        if not path.with_suffix(".json").is_file() or following.with_suffix(".json").is_file():
+            return  # saved by another number of processes: the draws of dropout start anew
+        states = load_state(path)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.random.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.random.set_rng_state(states["cuda"], self.args.device)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None:
+            save_state(Path(output_dir) / "scaler", scaler.state_dict())
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if checkpoint is not None and scaler is not None:
+            scaler.load_state_dict(load_state(Path(checkpoint) / "scaler"))
