@@ -316,10 +316,11 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if head.dtype == torch.float64 else torch.float32
         sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
-        slopes = [
-            torch.zeros_like(one, dtype=wide if one is not hidden else one.dtype) if needed else None
+        slopes = [  # of the head and its bias they are sums over chunks
+            torch.zeros_like(one, dtype=one.dtype if one is hidden else wide)
+            if one is not None and needed
+            else None
             for one, needed in zip((hidden, head, bias), ctx.needs_input_grad[:3], strict=True)
-            if one is not None or not needed
         ]
         for start in range(0, len(hidden), settings.chunk_tokens):
             stop = min(start + settings.chunk_tokens, len(hidden))
