@@ -22,6 +22,9 @@ FP64_LIMIT = 1e-13
 ATTENTIONS = ("eager", "sdpa", "document", "flex_attention")
 MAY_BE_ABSENT = ("flex_attention",)  # needs kernels that not every machine has; the others run everywhere
 _DISTURBANCE = 0.02
+_REMEDY = (
+    "set train.packing: false and train.gradient_accumulation_steps: 1, and report this with the model's name"
+)
 
 
 def choose_rows(rows: Sequence[TokenisedRow], count: int, *, max_tokens: int = 512) -> list[TokenisedRow]:
@@ -92,6 +95,33 @@ def check_invariants(
     shown = f", e.g. row {differing[0]}" if differing else ""
     yield at_most(
         "rendering", len(differing), 0, f"rows trained behind other tokens than the model is given{shown}"
+    )
+
+
+def quick_invariants(
+    recipe: Recipe, model: Any, tokenizer: Any, tokenised: Sequence[TokenisedRow]
+) -> Iterator[Finding]:
+    """Accumulation, and packing under the recipe's own attention, over a few rows; `check_invariants` is the whole of it."""
+    register_document_attention()
+    plain = _plain(recipe)
+    yield at_most(
+        "accumulation",
+        invariants.accumulation_error(plain, model, tokenizer, tokenised),
+        FP32_LIMIT,
+        f"{len(tokenised)} micro-batches of one row against one batch, loss and gradient",
+        remedy=_REMEDY,
+    )
+    if not recipe.train.packing or recipe.adapter.kind in ("prompt", "prefix"):
+        yield Finding("packing", "skipped", "rows are not packed")
+        return
+    attention = "document" if recipe.model.attention == "auto" else recipe.model.attention
+    deviations = invariants.packing_error(plain, model, tokenizer, tokenised, attention)
+    yield at_most(
+        "packing",
+        max(deviations.values()),
+        FP32_LIMIT,
+        f"packed rows against the rows one by one, {attention} attention, loss of a token and gradient",
+        remedy=_REMEDY,
     )
 
 

@@ -76,10 +76,15 @@ def diff_recipes(left: Recipe, right: Recipe) -> list[Difference]:
     values = [{key: value for key, value, _ in _walk(recipe)} for recipe in (left, right)]
     keys = dict.fromkeys([*values[0], *values[1]])
     return [
-        Difference(key, values[0].get(key, _ABSENT), values[1].get(key, _ABSENT), key not in RESULT_NEUTRAL)
+        Difference(key, values[0].get(key, _ABSENT), values[1].get(key, _ABSENT), not _is_neutral(key))
         for key in keys
         if values[0].get(key, _ABSENT) != values[1].get(key, _ABSENT)
     ]
+
+
+def _is_neutral(key: str) -> bool:
+    """Whether a key, or a section that holds it, changes no number of the result."""
+    return any(key == neutral or key.startswith(f"{neutral}.") for neutral in RESULT_NEUTRAL)
 
 
 def _walk(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

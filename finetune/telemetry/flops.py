@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -70,8 +71,9 @@ def step_work(model: nn.Module) -> StepWork:
     )
 
 
+@cache
 def measure_peak_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of one large matrix product on this device: the practical ceiling.
+    """Operations a second of one large matrix product on this device: the practical ceiling, measured once a process.
 
     The fastest of ten products: whatever else the machine does can only slow one down, and a ceiling that was measured
     low would report a share above 100 %.

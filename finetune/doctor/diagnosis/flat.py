@@ -1,0 +1,164 @@
+"""A loss that does not move, told apart by what arrives: no gradient, no movement, too little of it, or nothing to learn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, trend
+from finetune.doctor.diagnosis.finding import Diagnosis
+
+_NO_GRADIENT = 1e-9
+_NO_MOVEMENT = 1e-12
+_LITTLE_PATH = 0.02  # of the weights' norm over the whole run, were all steps in one direction
+_FLAT_SHARE = 0.08
+_SIGNIFICANT = 3.0
+_NEAR_ZERO = 0.05  # nats a target: the right token has 95 % of the probability
+_HARD_FROM = 1.0  # nats a target: on average one of e tokens is guessed
+_LEAST_STEPS = 30
+
+
+def find_no_signal(curve: Curve) -> Diagnosis | None:
+    """No gradient reaches the trainable weights, or they do not move although it does."""
+    active = (curve.rate > 0) | ~np.isfinite(curve.rate)
+    active &= ~curve.is_overflow
+    if active.sum() < 5:
+        return None
+    norms, ratios = curve.grad_norm[active], curve.update_ratio[active]
+    if np.isfinite(norms).sum() >= 5 and np.nanmedian(norms) < _NO_GRADIENT:
+        why = f"the gradient's norm is {np.nanmedian(norms):.1g}: nothing arrives at the weights that are trained"
+    elif np.isfinite(ratios).sum() >= 5 and np.nanmedian(ratios) < _NO_MOVEMENT:
+        why = (
+            f"a gradient of norm {np.nanmedian(norms):.2g} arrives, but the weights do not move at all: the optimizer steps "
+            "others, or they are held"
+        )
+    else:
+        return None
+    evidence = {"median_grad_norm": _shown(norms), "median_update_ratio": _shown(ratios)}
+    return Diagnosis(
+        "no_signal",
+        "fault",
+        why,
+        "this is a bug, not a matter of the rate: look for a detached loss or no_grad, frozen trainable parts (model.frozen, "
+        "adapter.targets), gradient checkpointing without inputs that require gradients, an optimizer made before the "
+        "adapter was attached. finetune doctor invariants measures it",
+        evidence,
+    )
+
+
+def find_flat(curve: Curve) -> Diagnosis | None:
+    """A curve without a fall: rate too low when the weights hardly moved, else the data has nothing (more) to teach."""
+    if curve.n < _LEAST_STEPS or not curve.rate_is_up or not is_flat(curve):
+        return None
+    loss, path = curve.clean, path_of(curve)
+    level, change = float(np.median(loss)), trend(loss)[0]
+    evidence: dict[str, float | int | str] = {
+        "loss": round(level, 4),
+        "change_over_run": round(change, 4),
+        "median_update_ratio": _shown(curve.update_ratio),
+        "median_grad_norm": _shown(curve.grad_norm),
+    }
+    if path is not None:
+        evidence["path_share_of_weights"] = float(f"{path:.3g}")
+    if path is not None and path < _LITTLE_PATH:
+        return Diagnosis(
+            "rate_too_low",
+            "warning",
+            f"the loss stays at {level:.3g} and all updates together come to {path:.2g} of the weights' norm, though a gradient of "
+            f"norm {_shown(curve.grad_norm):.2g} arrives",
+            "raise train.learning_rate 10 times and look again; usual are 1e-4 to 5e-4 for LoRA, 1e-5 to 5e-5 for whole models",
+            evidence,
+        )
+    if level >= _HARD_FROM:
+        return Diagnosis(
+            "data_too_hard",
+            "warning",
+            f"the weights move and gradients arrive, yet the loss stays at {level:.3g} nats: the answers do not follow from the prompts",
+            "check that every answer stands with its own prompt (columns, joins, shuffles), that prompts are not cut, and that "
+            "targets are the answers; then overfit eight rows: if that works, the task is too hard for this model or needs "
+            "more rows",
+            evidence,
+        )
+    return Diagnosis(
+        "data_too_easy",
+        "warning",
+        f"the weights move and gradients arrive, yet the loss stays at {level:.3g} nats from the start: the model knows these rows already",
+        "compare the untuned model on the suite first; tune on rows it fails, or on harder ones. What is left may be noise "
+        "that no training removes",
+        evidence,
+    )
+
+
+def find_near_zero(curve: Curve) -> Diagnosis | None:
+    """A loss near zero from the first steps on leaves nothing to learn: the answer is in the prompt, or targets are trivial."""
+    if curve.n < 10:
+        return None
+    loss = curve.clean
+    first = float(np.median(loss[: curve.spans(0.05, 3)]))
+    if first > 2 * _NEAR_ZERO or float(np.median(loss)) > _NEAR_ZERO:
+        return None
+    return Diagnosis(
+        "near_zero_loss",
+        "fault",
+        f"the loss is {first:.2g} nats at the first steps, before anything could be learned",
+        "look at the targets (finetune data show, the token view): the answer stands in the prompt, only end or padding tokens "
+        "are targets, or labels are shifted. If all is right, the model knows the task and needs no tuning",
+        {"first_loss": float(f"{first:.3g}"), "median_loss": float(f"{float(np.median(loss)):.3g}")},
+        (int(curve.step[0]),),
+    )
+
+
+def is_flat(curve: Curve) -> bool:
+    """Whether neither a line through the losses nor the difference of the ends is a fall beyond noise and 8 %."""
+    loss = curve.clean
+    change, t = trend(loss)
+    level = float(np.median(loss))
+    ends = curve.spans(0.1, 5)
+    start, end = float(np.mean(loss[:ends])), float(np.mean(loss[-ends:]))
+    error = float(np.std(loss)) * np.sqrt(2.0 / ends)
+    falls_by_line = change < -_FLAT_SHARE * level and t < -_SIGNIFICANT
+    falls_by_ends = end < start - max(_FLAT_SHARE * level, _SIGNIFICANT * error)
+    first = float(np.mean(loss[:3]))
+    falls_at_once = first > level + max(0.15 * level, 5.0 * noise_of(loss))
+    rises = change > 0.25 * level and t > _SIGNIFICANT
+    return not (falls_by_line or falls_by_ends or falls_at_once or rises)
+
+
+def path_of(curve: Curve) -> float | None:
+    """Sum of the update ratios over the whole run, the steps to come counted like those past; None where they are unknown."""
+    known = curve.update_ratio[np.isfinite(curve.update_ratio)]
+    if not len(known):
+        return None
+    total = max(curve.total_steps or curve.n, curve.n)
+    return float(known.sum() + np.median(known[-20:]) * (total - curve.n))
+
+
+def find_plateau(curve: Curve) -> Diagnosis | None:
+    """A flat first quarter or more, then a fall by a third: normal where a skill is learned as a whole, or a long warm-up."""
+    if curve.n < _LEAST_STEPS:
+        return None
+    loss = curve.clean
+    level = running_median(loss, min(max(curve.n // 12, 5), 31) // 2 * 2 + 1)
+    skip = curve.spans(0.04, 3)
+    start = float(np.median(loss[skip : skip + curve.spans(0.1, 5)]))
+    end = float(np.median(loss[-curve.spans(0.1, 5) :]))
+    if end > 0.75 * start:
+        return None
+    limit = start - max(0.07 * start, 2.0 * noise_of(loss))
+    below = np.flatnonzero(level[skip:] < limit)
+    length = int(below[0]) + skip if len(below) else curve.n
+    if length < 0.25 * curve.n:
+        return None
+    return Diagnosis(
+        "plateau_then_fall",
+        "note",
+        f"the loss stays near {start:.3g} until step {curve.step[min(length, curve.n - 1)]}, then falls to {end:.3g}",
+        "nothing: do not stop a run in its plateau while gradients arrive. If the warm-up is the plateau, shorten "
+        "train.warmup_share",
+        {"plateau_loss": round(start, 4), "plateau_steps": length, "last_loss": round(end, 4)},
+        (int(curve.step[min(length, curve.n - 1)]),),
+    )
+
+
+def _shown(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(f"{float(np.median(known)):.3g}") if len(known) else 0.0
