@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from finetune.cli.output import JsonFlag, emit
+from finetune.cli.output import JsonFlag, emit, note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def consistency(
     from finetune.data.curate.account import account_for_answers
     from finetune.data.look import rows_to_look_at
 
-    rows = list(rows_to_look_at(source, cast("Side", split), builds_root=builds))
+    rows = list(rows_to_look_at(source, cast("Side", split), builds_root=builds, say=note))
     account = account_for_answers(rows, by=by, seed=seed)
     emit(account.to_dict(), "\n".join(_lines(account)), as_json=as_json)
 

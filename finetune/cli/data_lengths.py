@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from finetune.cli.output import JsonFlag, emit
+from finetune.cli.output import JsonFlag, emit, note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def lengths(
     if train_on not in ("all", "last"):
         raise UserError(f"--train-on is '{train_on}'", fix="use all or last")
     tokenizer = load_tokenizer(resolve_model(model, weights=False, where="--model"))
-    rows = rows_to_look_at(source, cast("Side", split), builds_root=builds)
+    rows = rows_to_look_at(source, cast("Side", split), builds_root=builds, say=note)
     found = measure_lengths(
         rows, tokenizer, train_on=cast("TrainOn", train_on), limits=sorted(set(limit)) if limit else LIMITS
     )

@@ -71,7 +71,7 @@ def _rows_to_read(
     from finetune.errors import UserError
     from finetune.report.review.rows import draw_rows, prepare_rows
 
-    found = list(rows_to_look_at(source, split, builds_root=builds))
+    found = list(rows_to_look_at(source, split, builds_root=builds, say=note))
     if not found:
         raise UserError(f"{source} has no rows in {split}", fix="choose another --split")
     tokenizer: Any = None

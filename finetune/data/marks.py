@@ -47,11 +47,15 @@ class MarkFile:
 
     def read(self) -> dict[str, Mark]:
         """Content digest -> the last mark. Raises UserError, with the line, for one that is none."""
-        if not self.path.is_file():
+        if not self.path.exists():
             return {}
         marks: dict[str, Mark] = {}
-        with disk_faults(self.path):
+        try:
             lines = self.path.read_text(encoding="utf-8").split("\n")  # notes may hold other line breaks
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"not a file of marks: {error}", where=str(self.path), fix="name one that `data review` wrote"
+            ) from None
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 mark = _parse(line, f"{self.path}:{number}")

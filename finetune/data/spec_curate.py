@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from finetune.data.curate.language import LANGUAGES
+from finetune.errors import did_you_mean
+from finetune.recipe.constraints import refused
 from finetune.recipe.section import Count, Section, Share
 
 Threshold = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -87,3 +90,20 @@ class CurateSection(Section):
         None, description="Tag whose values are tasks of their own, each with its own form of answer."
     )
     sample_rows: Count = Field(5000, description="Rows that the forms are measured on, at most.")
+
+    @model_validator(mode="after")
+    def _codes_are_known(self) -> CurateSection:
+        for code in self.languages:
+            if code not in LANGUAGES:
+                raise refused(
+                    "languages", f"'{code}' is no language that is told", fix=did_you_mean(code, LANGUAGES)
+                )
+        if self.region is not None:
+            from phonenumbers import (
+                SUPPORTED_REGIONS,
+            )  # loads the plans of all countries: only when asked for
+
+            if self.region not in SUPPORTED_REGIONS:
+                near = did_you_mean(self.region, SUPPORTED_REGIONS)
+                raise refused("region", f"'{self.region}' is no ISO country code", fix=near)
+        return self

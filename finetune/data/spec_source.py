@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from finetune.data.spec_generated import AnsweringModel, AnswerVerifier, KeepSection, SamplingSection
+from finetune.errors import did_you_mean
+from finetune.recipe.constraints import refused
 from finetune.recipe.section import Count, Section, Share
 
 Words = Annotated[list[str], Field(min_length=1)]
@@ -61,6 +63,18 @@ Shape = Literal[
     "tokens",
 ]
 
+ROLES = ("user", "assistant", "system", "tool", "developer")
+# Every key that one of the shapes reads; `shapes.RULES` says which shape reads which.
+SHAPE_KEYS = frozenset(
+    {
+        *("messages", "conversations", "conversation", "tools", "system", "text"),
+        *("instruction", "input", "output", "history", "prompt", "completion", "completions"),
+        *("chosen", "rejected", "label", "labels", "input_ids", "attention_mask"),
+    }
+)
+_DELIMITER_NAMES = ("auto", "tab", "\\t")
+_NO_DELIMITER = frozenset('"\r\n\0')
+
 
 class RowsSource(WeighedSource):
     """What every source of a user's own rows has in common: how a record of the file becomes a row."""
@@ -100,6 +114,29 @@ class RowsSource(WeighedSource):
         "paragraph", description="What a row of plain text is; paragraphs end at blank lines."
     )
     max_reject_rate: Share = Field(0.01, description="The build fails when more rows than this are faulty.")
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> RowsSource:
+        for key in self.columns.keys() - SHAPE_KEYS:
+            raise refused(
+                "columns",
+                f"no shape has the key '{key}'",
+                fix=did_you_mean(key, SHAPE_KEYS) + "; key: column",
+            )
+        for name, role in self.roles.items():
+            if role not in ROLES:
+                raise refused(
+                    "roles", f"'{name}' stands for the role '{role}'", fix=did_you_mean(role, ROLES)
+                )
+        if self.delimiter not in _DELIMITER_NAMES and (
+            len(self.delimiter) != 1 or self.delimiter in _NO_DELIMITER
+        ):
+            raise refused(
+                "delimiter",
+                f"{self.delimiter!r} cannot part columns",
+                fix="one character such as ';', or tab, or auto",
+            )
+        return self
 
 
 class FilesSource(RowsSource):

@@ -129,3 +129,10 @@ def test_an_answer_that_ten_rows_share_is_flagged() -> None:
     assert all("repeated answer" in found for found in flag_rows(rows))
     assert not any("repeated answer" in found for found in flag_rows(rows[:9]))
     assert flag_rows([]) == []
+
+
+def test_what_is_no_file_of_marks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xd5\x00\xff")
+    for name in ("binary", "."):
+        with pytest.raises(UserError, match="not a file of marks"):
+            MarkFile(tmp_path / name).read()

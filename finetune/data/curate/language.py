@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any
 
 # The languages that users tune for. The library knows many more; of two close relatives it would often take the rare one.
-_LANGUAGES = """
+_CODES = """
     af am ar az be bg bn bs ca cs cy da de el en eo es et eu fa fi fr ga gl gu he hi hr ht hu hy id is it ja jv ka kk km
     kn ko ku ky la lb lo lt lv mg mk ml mn mr ms mt ne nl no oc or pa pl ps pt qu ro ru rw se si sk sl sq sr sv sw ta te
     th tl tr ug uk ur uz vi vo wa xh zh zu
 """
+LANGUAGES = tuple(_CODES.split())
 UNDETERMINED = "und"
 _LEAST_LETTERS = 12
 _CHARACTERS_READ = 400
@@ -44,5 +45,5 @@ def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-    identifier.set_languages([code for code in _LANGUAGES.split() if code in identifier.labels])
+    identifier.set_languages([code for code in LANGUAGES if code in identifier.labels])
     return identifier

@@ -49,10 +49,10 @@ def source_files(
         from finetune.data.read.hub import hub_paths  # brings a client of the hub: only when asked for
 
         named = hub_paths(source, spec_folder, where("source.id"))
-        return [_described(name, path, source) for name, path in named]
+        return [_described(name, path, source, where("source.id")) for name, path in named]
     if isinstance(source, GeneratedSource):
         made = complete_rows(source.name, source.settings(), where("source.name"))
-        return [_described(f"generated/{source.name}", made, source)]
+        return [_described(f"generated/{source.name}", made, source, where("source.name"))]
     assert isinstance(source, FilesSource)
     found: dict[Path, str] = {}
     faults: list[Fault] = []
@@ -64,11 +64,14 @@ def source_files(
             faults.append(Fault(str(missing), where("source.files"), "", missing.remedy))
     if faults:
         raise UserError(faults)
-    return [_described(name, path, source) for path, name in found.items()]
+    return [_described(name, path, source, where("source.files")) for path, name in found.items()]
 
 
-def _described(name: str, path: Path, source: RowsSource) -> SourceFile:
-    return SourceFile(name, path, path.stat().st_size, sniff(path, source))
+def _described(name: str, path: Path, source: RowsSource, where: str) -> SourceFile:
+    try:
+        return SourceFile(name, path, path.stat().st_size, sniff(path, source))
+    except UserError as error:
+        raise UserError([replace(fault, where=fault.where or where) for fault in error.faults]) from None
 
 
 class _NothingThereError(Exception):
@@ -90,6 +93,10 @@ def _expand(entry: str, spec_folder: Path) -> Iterator[tuple[str, Path]]:
                 f"no file matches {path}", "correct the pattern; ** stands for any folders"
             )
         yield from ((_shown(match, entry, spec_folder), match) for match in files)
+    elif path.exists():
+        raise _NothingThereError(
+            f"{path} is no file", "write what comes through a pipe or a device to a file first"
+        )
     else:
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest(path.name, siblings)

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from finetune.data.read.shapes import RULES, SHAPES_BY_PRECEDENCE
-from finetune.data.read.turns import ROLES, SHAREGPT_ROLES
-from finetune.data.spec_source import Shape
+from finetune.data.read.turns import SHAREGPT_ROLES
+from finetune.data.spec_source import ROLES, Shape
 
 Sample = Sequence[dict[str, Any]]
 _MOST = 0.9  # of the sample that must have a key, or a kind of value, for it to count

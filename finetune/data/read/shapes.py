@@ -10,7 +10,6 @@ from finetune.data.read.pairs import preference_fields
 from finetune.data.read.record import RowError
 from finetune.data.read.turns import (
     INSTRUCTING,
-    ROLES,
     TurnKeys,
     described,
     from_json_text,
@@ -20,7 +19,7 @@ from finetune.data.read.turns import (
     turns_of,
 )
 from finetune.data.rows import Turn
-from finetune.data.spec_source import Shape
+from finetune.data.spec_source import ROLES, SHAPE_KEYS, Shape
 
 Given = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -276,6 +275,7 @@ RULES: dict[Shape, ShapeRule] = {
     "tokens": ShapeRule(("input_ids",), frozenset({"input_ids", "labels", "attention_mask"}), _tokens),
 }
 assert {"auto", *RULES} == set(get_args(Shape))
+assert frozenset().union(*(rule.reads for rule in RULES.values())) == SHAPE_KEYS
 # What the keys of a row mean when the spec does not say: the first of these whose keys it has.
 _AUTOMATIC: tuple[tuple[Shape, frozenset[str]], ...] = (
     ("tokens", frozenset({"input_ids"})),

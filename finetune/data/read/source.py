@@ -94,10 +94,15 @@ def check_reject_rate(
     if rate <= source.max_reject_rate and quarantined < read:
         return
     shown = [Fault(entry.reason, f"{entry.source}:{entry.line} (byte {entry.byte})") for entry in first]
+    told = (
+        f"{quarantined} of {read} rows are faulty ({rate:.1%}); at most {source.max_reject_rate:.1%} may be"
+    )
     raise UserError(
         [
             Fault(
-                f"{quarantined} of {read} rows are faulty ({rate:.1%}); at most {source.max_reject_rate:.1%} may be",
+                told
+                if quarantined < read
+                else f"{quarantined} of {read} rows are faulty: no sound row is left",
                 where,
                 f"the first {len(shown)} follow" if len(shown) < quarantined else "",
                 _remedy(first),

@@ -12,9 +12,9 @@ from typing import Any
 from finetune.data.read.json_line import parse_value
 from finetune.data.read.record import RowError
 from finetune.data.rows import Turn
+from finetune.data.spec_source import ROLES
 from finetune.digest import canonical_json
 
-ROLES = ("user", "assistant", "system", "tool", "developer")
 INSTRUCTING = ("system", "developer")
 MOST_WEIGHT = 100
 # Names that collections in the ShareGPT manner give to the speakers.

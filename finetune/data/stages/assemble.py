@@ -28,7 +28,7 @@ from finetune.data.questions import Questions
 from finetune.data.read import Reject, check_one_use, check_reject_rate
 from finetune.data.rows import SIDES, Progress, Side
 from finetune.data.spec import DatasetSpec
-from finetune.data.spec_source import HomeIntentsSource
+from finetune.data.spec_source import HomeIntentsSource, RowsSource
 from finetune.data.spec_split import SplitSection
 from finetune.data.stages.apart import choose_apart
 from finetune.data.stages.curate import describe_rows, leave_out_alike, warnings_of
@@ -50,7 +50,7 @@ from finetune.data.stages.table import RowTable
 from finetune.data.stages.work import WorkFolder, part_of
 from finetune.data.stages.write import write_ledger, write_sides
 from finetune.digest import digest_json
-from finetune.errors import UserError
+from finetune.errors import UserError, did_you_mean
 from finetune.paths import write_json
 
 MANIFEST = "manifest.json"
@@ -96,6 +96,7 @@ def make_build(
         [part.piece.origin for part in parts],
         [part.piece.pinned for part in parts],
     )
+    _require_tags(plan, table)
     verdicts = Verdicts(len(table))
     curating = _part_of(on_progress, "curate", "guard")
     curation = leave_out_alike(table, spec.curate, plan.folder, verdicts, work, curating)
@@ -207,6 +208,30 @@ def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
     for part in parts:
         kinds.update(part.counts["kinds"])
     check_one_use(kinds, plan.where("source"))
+
+
+def _require_tags(plan: Plan, table: RowTable) -> None:
+    """Raise UserError for a key of the spec that names a tag which no source declares and no row has."""
+    spec = plan.spec
+    one = {
+        "split.stratify_by": spec.split.stratify_by,
+        "select.balance_by": spec.select.balance_by,
+        "curate.consistent_within": spec.curate.consistent_within,
+    }
+    named = [(key, tag) for key, tag in one.items() if tag is not None]
+    named += [("split.unique_by", tag) for tag in spec.split.unique_tags]
+    named += [("split.unite_by", tag) for tag in spec.split.unite_tags]
+    declared = {tag for source in spec.sources if isinstance(source, RowsSource) for tag in source.tags}
+    for key, tag in named:
+        if tag not in declared and not len(table.tag(tag)):
+            known = declared | table.tag_names()
+            raise UserError(
+                f"no row has the tag '{tag}'",
+                where=plan.where(key),
+                fix=did_you_mean(tag, known)
+                if known
+                else f"name the key of the rows in source.tags: [{tag}]",
+            )
 
 
 def _require_train(chosen: Mapping[Side, Any], where: str) -> None:

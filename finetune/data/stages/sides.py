@@ -170,7 +170,10 @@ def write_assignment(path: Path, names: pa.Array, sides: SideCodes, split: Split
 
 def read_assignment(path: Path) -> dict[str, Side]:
     """Digest of a group's name -> its side. Raises UserError when the file is no assignment."""
-    held = read_json(path)
+    try:
+        held = read_json(path)
+    except UserError:  # its remedy would be to delete the file
+        held = None
     groups = held.get("groups") if isinstance(held, dict) else None
     if not isinstance(groups, dict) or held.get("format") != _ASSIGNMENT_FORMAT:
         raise UserError(

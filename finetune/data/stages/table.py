@@ -136,6 +136,11 @@ class RowTable:
             self._tags[name] = coded
         return self._tags[name]
 
+    def tag_names(self) -> set[str]:
+        """The names of all tags."""
+        texts = _coded(self.column("tags")).values.to_pylist()
+        return {name for text in texts if text for name in orjson.loads(text)}
+
     @cached_property
     def words(self) -> Ints:
         return np.asarray(self.column("words"), np.int64)
