@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune.cli.output import JsonFlag, emit, note
 from finetune.errors import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.doctor.finding import Finding
 
 app = typer.Typer(
     name="doctor",
@@ -38,8 +43,24 @@ def invariants(
     """
     from finetune.pipeline.doctor import check_recipe_invariants
 
+    _measure(check_recipe_invariants(recipe, overrides or [], n_rows=rows, say=note), as_json=as_json)
+
+
+@app.command()
+def losses(as_json: JsonFlag = False) -> None:
+    """Measure the distillation losses against given numbers, an fp64 reference and the known mistakes of others.
+
+    Takes seconds and needs no model. Exit code 1 when one is broken.
+    """
+    from finetune.doctor.losses import check_losses
+
+    _measure(check_losses(), as_json=as_json)
+
+
+def _measure(checks: Iterable[Finding], *, as_json: bool) -> None:
+    """Print findings that are measured one after the other; exit with code 1 when one is broken."""
     findings = []
-    for finding in check_recipe_invariants(recipe, overrides or [], n_rows=rows, say=note):
+    for finding in checks:
         note(f"measured: {finding.check}")
         findings.append(finding)
     faults = [finding for finding in findings if finding.status == "fault"]
