@@ -263,11 +263,21 @@ def _facts(
         ("target tokens", grouped(_last(steps, "target_tokens"))),
         ("last validation loss", significant(_last(validations, "loss"))),
         ("lowest validation loss", f"{significant(lowest[0])} at step {lowest[1]}" if lowest else None),
+        *_losses_by_source(validations),
         ("median throughput", f"{rate} tokens/s" if rate else None),
         ("median share of peak", share(_median(steps, "mfu"))),
         ("training time", f"{format_duration(seconds)}{since}" if seconds is not None else None),
     ]
     return tuple(wanted)
+
+
+def _losses_by_source(validations: list[Record]) -> list[tuple[str, str | None]]:
+    """The last validation's loss of each source, where the rows come from several."""
+    sources = as_dict(validations[-1].get("sources")) if validations else {}
+    return [
+        (f"last validation loss, {name}", significant(finite(as_dict(part).get("loss"))))
+        for name, part in sources.items()
+    ]
 
 
 def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:

@@ -20,10 +20,12 @@ from finetune.paths import write_atomic
 from finetune.report.accounts import read_ledger, read_memory, read_provenance, summary_of
 from finetune.report.answers import read_answers
 from finetune.report.curves import read_curves
+from finetune.report.distillation import read_distillation
 from finetune.report.forest import four_cells, read_forests
 from finetune.report.next_steps import read_next_steps, shown_folder
 from finetune.report.numbers import arm_name, sentence_case, words
 from finetune.report.read import RunFiles, as_dict, as_list, as_text, read_run
+from finetune.report.samples import read_samples
 from finetune.report.slices import read_slices
 from finetune.report.tables import read_costs, read_metrics
 from finetune.report.trust import read_trust
@@ -77,11 +79,13 @@ def render_page(run: RunFiles) -> str:
             other_cells=others,
             metrics=read_metrics(run),
             curves=read_curves(run),
+            samples=read_samples(run),
             memory=memory,
             ledger=ledger,
             slices=read_slices(run),
             trust=read_trust(run),
             costs=read_costs(run, against or "few_shot"),
+            distillation=read_distillation(run),
             readings=read_answers(run, verdict.primary, verdict.comparisons),
             provenance=read_provenance(run),
             recipe_text=run.recipe_text,
