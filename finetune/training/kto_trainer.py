@@ -10,6 +10,7 @@ Shapes: N examples of a micro-batch; A = 2 N answers with the estimate, N withou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +33,7 @@ def with_mismatched_answers(examples: Sequence[AnsweredPrompt]) -> list[Answered
     for place, example in enumerate(examples):
         others = (examples[(place - back) % len(examples)] for back in range(1, len(examples)))
         other = next((one for one in others if one.prompt != example.prompt), examples[place - 1])
-        found.append(
-            AnsweredPrompt(example.row_id, example.prompt, (example.chosen, other.chosen), example.wanted)
-        )
+        found.append(replace(example, answers=(example.chosen, other.chosen)))
     return found
 
 

@@ -7,7 +7,8 @@ sums come together at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,24 @@ def document_of_targets(batch: dict[str, Any]) -> Tensor:
         n_rows, n_tokens = batch["labels"].shape
         documents = torch.arange(n_rows, device=is_target.device)[:, None].expand(n_rows, n_tokens)
     return documents[:, 1:][is_target]
+
+
+def by_source(losses: RowLosses, sources: Sequence[str]) -> dict[str, dict[str, float | int]]:
+    """Source -> its token-weighted loss and its targets; empty where all rows come from one source.
+
+    `sources` [rows], in the order of `losses`. Methods that judge whole examples count each as one target.
+    """
+    if len(set(sources)) < 2:
+        return {}
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for source, nll, targets in zip(sources, losses.sums, losses.targets, strict=True):
+        sums[source][0] += nll
+        sums[source][1] += targets
+    return {
+        source: {"loss": nll / targets, "target_tokens": int(targets)}
+        for source, (nll, targets) in sorted(sums.items())
+        if targets
+    }
 
 
 class RowSums:

@@ -100,6 +100,7 @@ def train(
         validation: Sequence[TokenisedRow] = (),
         said: list[str] | None = None,
         model: Callable[[Recipe], Any] = adapted_model,
+        **options: Any,
     ) -> Any:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
@@ -113,6 +114,7 @@ def train(
             run_folder=folder,
             owner="o" * 64,
             say=(said if said is not None else []).append,
+            **options,
         )
         return result, folder, trained
 
