@@ -96,8 +96,11 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Print the tokens of one row, targets in colour, and the text of every trained span."""
+    from finetune.cli.quiet import quiet_libraries
     from finetune.data.tokenise import tokenise_row
     from finetune.errors import UserError
+
+    quiet_libraries()
     from finetune.model.load import load_tokenizer
     from finetune.model.source import resolve_model
 

@@ -32,7 +32,10 @@ def generate(
     as_json: JsonFlag = False,
 ) -> None:
     """Make the rows that a dataset spec says are generated; what a killed run has answered is not asked again."""
+    from finetune.cli.quiet import quiet_libraries
     from finetune.evaluation.server import ServerModel
+
+    quiet_libraries()
     from finetune.pipeline.generate import generate_rows
 
     behind = ServerModel(server, served_as, key_variable=server_key) if server is not None else None

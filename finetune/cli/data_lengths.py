@@ -33,9 +33,12 @@ def lengths(
     as_json: JsonFlag = False,
 ) -> None:
     """Tokenise all rows as training would; say what each limit cuts, and which rows lose their end or every target."""
+    from finetune.cli.quiet import quiet_libraries
     from finetune.data.lengths import LIMITS, measure_lengths
     from finetune.data.look import rows_to_look_at
     from finetune.errors import UserError
+
+    quiet_libraries()
     from finetune.model.load import load_tokenizer
     from finetune.model.source import resolve_model
 

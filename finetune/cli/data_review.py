@@ -76,6 +76,9 @@ def _rows_to_read(
         raise UserError(f"{source} has no rows in {split}", fix="choose another --split")
     tokenizer: Any = None
     if model is not None:
+        from finetune.cli.quiet import quiet_libraries
+
+        quiet_libraries()
         from finetune.model.load import load_tokenizer
         from finetune.model.source import resolve_model
 
