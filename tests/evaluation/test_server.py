@@ -57,9 +57,13 @@ def test_text_is_sent_to_servers_that_take_no_tokens(evaluate: Any, server: Any)
 
 
 def test_a_busy_server_is_asked_again(evaluate: Any, server: Any) -> None:
-    server.faults = [(503, b"busy"), (500, b"oops"), (200, b"not json"), (429, b"slow down")]
+    server.faults = [
+        (503, b"busy"),
+        (500, b"oops"),
+        (200, b"not json"),
+    ]  # one fewer than tries: one item may meet all
     assert evaluate().n == 10
-    assert len(server.asked) == 14
+    assert len(server.asked) == 13
 
 
 def test_a_refusal_is_told_at_once_and_answers_are_kept(evaluate: Any, server: Any, tmp_path: Path) -> None:
