@@ -59,12 +59,7 @@ def check_invariants(
     """
     register_document_attention()
     plain = _plain(recipe)
-    yield at_most(
-        "accumulation",
-        invariants.accumulation_error(plain, model, tokenizer, tokenised),
-        FP32_LIMIT,
-        f"{len(tokenised)} micro-batches of one row against one batch, loss and gradient",
-    )
+    yield _accumulation(plain, model, tokenizer, tokenised)
     yield _in_fp64(plain, model, tokenizer, tokenised)
     virtual = recipe.adapter.kind in ("prompt", "prefix")
     for attention in ATTENTIONS:
@@ -104,13 +99,7 @@ def quick_invariants(
     """Accumulation, and packing under the recipe's own attention, over a few rows; `check_invariants` is the whole of it."""
     register_document_attention()
     plain = _plain(recipe)
-    yield at_most(
-        "accumulation",
-        invariants.accumulation_error(plain, model, tokenizer, tokenised),
-        FP32_LIMIT,
-        f"{len(tokenised)} micro-batches of one row against one batch, loss and gradient",
-        remedy=_REMEDY,
-    )
+    yield _accumulation(plain, model, tokenizer, tokenised)
     if not recipe.train.packing or recipe.adapter.kind in ("prompt", "prefix"):
         yield Finding("packing", "skipped", "rows are not packed")
         return
@@ -139,6 +128,16 @@ def _plain(recipe: Recipe) -> Recipe:
             "train": recipe.train.model_copy(update=changes),
             "model": recipe.model.model_copy(update={"dtype": "fp32"}),
         }
+    )
+
+
+def _accumulation(recipe: Recipe, model: Any, tokenizer: Any, rows: Sequence[TokenisedRow]) -> Finding:
+    return at_most(
+        "accumulation",
+        invariants.accumulation_error(recipe, model, tokenizer, rows),
+        FP32_LIMIT,
+        f"{len(rows)} micro-batches of one row against one batch, loss and gradient",
+        remedy=_REMEDY,
     )
 
 
