@@ -20,7 +20,8 @@ _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 @dataclass(frozen=True)
 class Curve:
-    """Arrays of shape [N], `validation_*` [V]. `rows` are the ids each step trained on, empty where unknown.
+    """Arrays of shape [N], `validation_*` [V]. `rows` are the ids each step trained on, `worst_row` the one of them
+    with the highest loss; empty where unknown.
 
     `is_overflow` marks steps whose loss or gradient was not finite, `has_loss_scale` runs whose gradients are scaled (fp16).
     """
@@ -35,6 +36,8 @@ class Curve:
     loss_scale: FloatArray
     is_overflow: NDArray[np.bool_]
     rows: tuple[tuple[str, ...], ...]
+    worst_row: tuple[str, ...]
+    worst_row_loss: FloatArray
     validation_step: NDArray[np.int64]
     validation_loss: FloatArray
     total_steps: int | None
@@ -96,6 +99,8 @@ def read_curve(events: Sequence[Event]) -> Curve:
         loss_scale=column("loss_scale"),
         is_overflow=(broken & told.reshape(broken.shape)).any(axis=1),
         rows=tuple(_ids(event.get("rows")) for event in steps),
+        worst_row=tuple(str(event.get("worst_row", "")) for event in steps),
+        worst_row_loss=column("worst_row_loss"),
         validation_step=np.asarray([event["step"] for event in validations], dtype=np.int64),
         validation_loss=column("loss", validations),
         total_steps=total if isinstance(total, int) else None,

@@ -31,6 +31,7 @@ _READINGS: tuple[Callable[[Curve], Diagnosis | None], ...] = (
     find_plateau,
     find_epoch_steps,
 )
+_LATE: frozenset[Shape] = frozenset({"data_too_hard", "data_too_easy", "regular_steps"})
 # A shape -> what it explains: those are not said beside it.
 _EXPLAINS: dict[Shape, frozenset[Shape]] = {
     "fp16_overflow": frozenset(
@@ -88,8 +89,17 @@ def diagnose_run(folder: Path) -> list[Diagnosis]:
 
 
 def new_findings(events: Sequence[dict[str, Any]], known: Collection[str]) -> list[Diagnosis]:
-    """Alarms of a run that still goes on and whose shapes are not among `known`: for telling each once."""
-    return [one for one in diagnose(events) if one.is_alarm and one.shape not in known]
+    """Alarms of a run that still goes on and whose shapes are not among `known`: for telling each once.
+
+    What a plateau may look like, or a first block of the data, is left for the second half of the run.
+    """
+    curve = read_curve(events)
+    is_late = curve.total_steps is None or curve.n >= 0.5 * curve.total_steps
+    return [
+        one
+        for one in diagnose(events)
+        if one.is_alarm and one.shape not in known and (is_late or one.shape not in _LATE)
+    ]
 
 
 def _healthy(curve: Curve) -> Diagnosis:

@@ -11,6 +11,7 @@ _NO_GRADIENT = 1e-9
 _NO_MOVEMENT = 1e-12
 _LITTLE_PATH = 0.02  # of the weights' norm over the whole run, were all steps in one direction
 _FLAT_SHARE = 0.08
+_SLOW_SHARE = 0.2  # a fall below this, by weights that hardly moved, is a rate too low as well
 _SIGNIFICANT = 3.0
 _NEAR_ZERO = 0.05  # nats a target: the right token has 95 % of the probability
 _HARD_FROM = 1.0  # nats a target: on average one of e tokens is guessed
@@ -47,9 +48,12 @@ def find_no_signal(curve: Curve) -> Diagnosis | None:
 
 def find_flat(curve: Curve) -> Diagnosis | None:
     """A curve without a fall: rate too low when the weights hardly moved, else the data has nothing (more) to teach."""
-    if curve.n < _LEAST_STEPS or not curve.rate_is_up or not is_flat(curve):
+    if curve.n < _LEAST_STEPS or not curve.rate_is_up:
         return None
     loss, path = curve.clean, path_of(curve)
+    hardly_moved = path is not None and path < _LITTLE_PATH and fallen_share(loss) < _SLOW_SHARE
+    if not (hardly_moved or is_flat(curve)):
+        return None
     level, change = float(np.median(loss)), trend(loss)[0]
     evidence: dict[str, float | int | str] = {
         "loss": round(level, 4),
@@ -63,7 +67,7 @@ def find_flat(curve: Curve) -> Diagnosis | None:
         return Diagnosis(
             "rate_too_low",
             "warning",
-            f"the loss stays at {level:.3g} and all updates together come to {path:.2g} of the weights' norm, though a gradient of "
+            f"the loss hardly leaves {level:.3g} and all updates together come to {path:.2g} of the weights' norm, though a gradient of "
             f"norm {_shown(curve.grad_norm):.2g} arrives",
             "raise train.learning_rate 10 times and look again; usual are 1e-4 to 5e-4 for LoRA, 1e-5 to 5e-5 for whole models",
             evidence,
@@ -123,6 +127,13 @@ def is_flat(curve: Curve) -> bool:
     return not (falls_by_line or falls_by_ends or falls_at_once or rises)
 
 
+def fallen_share(loss: FloatArray) -> float:
+    """How far the last tenth lies below the first one, as a share of the first."""
+    ends = max(len(loss) // 10, 5)
+    start = float(np.mean(loss[:ends]))
+    return (start - float(np.mean(loss[-ends:]))) / start if start > 0 else 0.0
+
+
 def path_of(curve: Curve) -> float | None:
     """Sum of the update ratios over the whole run, the steps to come counted like those past; None where they are unknown."""
     known = curve.update_ratio[np.isfinite(curve.update_ratio)]
@@ -141,9 +152,9 @@ def find_plateau(curve: Curve) -> Diagnosis | None:
     skip = curve.spans(0.04, 3)
     start = float(np.median(loss[skip : skip + curve.spans(0.1, 5)]))
     end = float(np.median(loss[-curve.spans(0.1, 5) :]))
-    if end > 0.75 * start:
+    if end > 0.9 * start:
         return None
-    limit = start - max(0.07 * start, 2.0 * noise_of(loss))
+    limit = start - max(0.35 * (start - end), 0.05 * start, 2.0 * noise_of(loss))
     below = np.flatnonzero(level[skip:] < limit)
     length = int(below[0]) + skip if len(below) else curve.n
     if length < 0.25 * curve.n:

@@ -15,6 +15,7 @@ _SORTED_SHARE = 0.98  # of neighbouring rows in rising order
 _REPEATED_SHARE = 0.9
 _JUMP_NOISES = 3.0
 _JUMP_SHARE = 0.12
+_SMALL_JUMP_SHARE = 0.06  # enough where the order is known not to be shuffled
 
 
 def find_regular_steps(curve: Curve) -> Diagnosis | None:
@@ -25,9 +26,9 @@ def find_regular_steps(curve: Curve) -> Diagnosis | None:
     """
     if curve.n < 30:
         return None
-    rises = level_rises(curve)
-    alike = epoch_likeness(curve)
     order = _order_of_rows(curve)
+    rises = level_rises(curve, _JUMP_SHARE if order == "unknown" else _SMALL_JUMP_SHARE)
+    alike = epoch_likeness(curve)
     repeats = alike is not None and alike > 0.6
     if order == "shuffled" or not (rises or repeats):
         return None
@@ -56,7 +57,7 @@ def find_regular_steps(curve: Curve) -> Diagnosis | None:
     )
 
 
-def level_rises(curve: Curve) -> list[int]:
+def level_rises(curve: Curve, least_share: float) -> list[int]:
     """Places where the level of the loss goes up and stays for a while, largest rise of each neighbourhood."""
     loss = curve.clean
     window = min(max(curve.n // 25, 5), 25)
@@ -66,7 +67,7 @@ def level_rises(curve: Curve) -> list[int]:
     found: list[int] = []
     for place in sorted(rises, key=lambda one: -rises[one]):
         before = float(np.median(loss[place - window : place]))
-        if rises[place] < max(_JUMP_NOISES * noise, _JUMP_SHARE * before, 0.03 * float(np.median(loss[:5]))):
+        if rises[place] < max(_JUMP_NOISES * noise, least_share * before, 0.03 * float(np.median(loss[:5]))):
             continue
         if all(abs(place - other) > 2 * window for other in found):
             found.append(place)

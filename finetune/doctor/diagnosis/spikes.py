@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, spread
 from finetune.doctor.diagnosis.finding import Diagnosis
@@ -14,7 +14,7 @@ from finetune.telemetry.divergence import STEPS as SUSTAINED_STEPS
 from finetune.telemetry.divergence import first_divergence
 
 _STRONG = 8.0  # standard deviations above the curve
-_WEAK = 4.0
+_WEAK = 3.0
 _LEAST_SHARE_OF_LEVEL = 0.3
 _LEAST_SHARE_OF_START = 0.12
 _HUGE_UPDATE = 0.1  # of the weights' norm in one step: nothing that was learned survives ten of them
@@ -29,7 +29,7 @@ class Heights:
     above: FloatArray
     sigmas: FloatArray
 
-    def are_spikes(self, sigmas: float, share_of_start: float) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def are_spikes(self, sigmas: float, share_of_start: float) -> NDArray[np.bool_]:
         start = float(np.median(self.level[:5]))
         high = self.above > np.maximum(_LEAST_SHARE_OF_LEVEL * self.level, share_of_start * start)
         return np.asarray((self.sigmas > sigmas) & high)
@@ -48,68 +48,43 @@ def heights(curve: Curve) -> Heights:
 
 
 def find_recurring(curve: Curve) -> Diagnosis | None:
-    """Rows whose every coming-back raises the loss, when they explain most spikes.
-
-    A row counts when it came at least three times, or twice with strong spikes, and a spike was there each time (one
-    miss in four is allowed: what comes often is learnt). A row that shares a spike with a better explanation is left out.
-    """
-    if not curve.knows_rows or curve.n < 20:
+    """Rows that were the worst of their step at two spikes or more, each far above the worst rows of other steps."""
+    if curve.n < 20 or not any(curve.worst_row):
         return None
     found = heights(curve)
-    weak = found.are_spikes(_WEAK, 0.04) | ((found.sigmas > 6.0) & (found.above > 0.1 * found.level))
-    if weak.sum() < 2:
+    start = float(np.median(found.level[:5]))
+    high = (found.sigmas > _WEAK) & (found.above > np.maximum(0.08 * found.level, 0.03 * start))
+    high[: curve.spans(0.06, 5)] = False  # the steep beginning hides spikes
+    high &= _are_outliers(curve.worst_row_loss)
+    hits: dict[str, list[int]] = defaultdict(list)
+    for place in np.flatnonzero(high):
+        hits[curve.worst_row[place]].append(int(place))
+    hits = {row: places for row, places in hits.items() if row and len(places) > 1}
+    if not hits:
         return None
-    culprits = _explain(curve, found, weak)
-    explained = {step for steps in culprits.values() for step in steps}
-    # What no row explains must be the smaller part, or the rows are chance.
-    if len(explained) < 2 or len(explained) < 0.5 * int(
-        (weak & (np.arange(curve.n) >= curve.spans(0.08, 5))).sum()
-    ):
-        return None
-    steps = tuple(int(curve.step[index]) for index in sorted(explained))
-    rise = float(np.median(found.above[sorted(explained)]))
-    rows = tuple(sorted(culprits, key=lambda row: (min(culprits[row]), row)))
+    places = sorted(place for one in hits.values() for place in one)
+    steps = tuple(int(curve.step[place]) for place in places)
+    rise, worst = float(np.median(found.above[places])), float(np.median(curve.worst_row_loss[places]))
+    rows = tuple(sorted(hits, key=lambda row: (hits[row][0], row)))
+    which = "the same row" if len(rows) == 1 else f"one of {len(rows)} rows"
     return Diagnosis(
         "recurring_spikes",
         "warning",
-        f"the loss jumps by {rise:.2g} nats at {len(steps)} steps, and each time the same "
-        f"{'row is' if len(rows) == 1 else f'{len(rows)} rows are'} in the batch",
+        f"the loss jumps by {rise:.2g} nats at {len(steps)} steps, and each time {which} is in the batch, with a loss of {worst:.3g}",
         "read these rows: wrong language, broken encoding, cut answers, or text that no model can foresee. Remove or repair "
         "them in the dataset spec, or train with train.on_divergence: rewind and its remedy skip_rows",
-        {"spikes": len(steps), "median_rise_nats": round(rise, 4), "rows": len(rows)},
+        {"spikes": len(steps), "median_rise_nats": round(rise, 4), "median_loss_of_rows": round(worst, 4)},
         steps,
         rows,
     )
 
 
-def _explain(curve: Curve, found: Heights, spikes: Sequence[bool] | FloatArray) -> dict[str, list[int]]:
-    """Rows that explain spikes, greedily by the number of spikes: row -> places of its spikes in the curve."""
-    visits: dict[str, list[int]] = defaultdict(list)
-    for index, rows in enumerate(curve.rows):
-        for row in dict.fromkeys(rows):
-            visits[row].append(index)
-    early = curve.spans(0.08, 5)  # the steep beginning hides spikes
-    candidates = {}
-    for row, places in visits.items():
-        late = [place for place in places if place >= early]
-        hits = [place for place in late if spikes[place]]
-        strong = all(found.sigmas[place] > _STRONG for place in hits)
-        enough = len(hits) >= 3 or (len(hits) == 2 and strong and len(late) == 2)
-        if enough and len(hits) >= 0.75 * len(late):
-            candidates[row] = hits
-    chosen: dict[str, list[int]] = {}
-    left = set(np.flatnonzero(np.asarray(spikes)).tolist())
-    while candidates:
-        row = max(
-            candidates,
-            key=lambda one: (len(left & set(candidates[one])), found.sigmas[candidates[one]].sum()),
-        )
-        hits = candidates.pop(row)
-        if len(left & set(hits)) < 2:
-            break
-        chosen[row] = hits
-        left -= set(hits)
-    return chosen
+def _are_outliers(losses: FloatArray) -> NDArray[np.bool_]:
+    """Whether each step's worst row lies far above the worst rows of the steps around it."""
+    known = np.where(np.isfinite(losses), losses, np.nanmedian(losses) if np.isfinite(losses).any() else 0.0)
+    level = running_median(known, min(max(len(known) // 4, 15), 101) // 2 * 2 + 1)
+    above = known - level
+    return np.asarray(above > np.maximum(4.0 * spread(above), 0.3 * level))
 
 
 def find_spike(curve: Curve) -> Diagnosis | None:
@@ -130,7 +105,7 @@ def find_spike(curve: Curve) -> Diagnosis | None:
         "spike",
         "warning",
         f"at {where} the loss jumps, at most to {curve.clean[top]:.3g} where the curve is at {found.level[top]:.3g}, and comes back",
-        "nothing has to be done for one spike; the rows of that step are in events.jsonl. If spikes come back: read those "
+        "nothing has to be done for one spike; the worst row of each is named; all rows of a step are in events.jsonl. If spikes come back: read those "
         "rows, lower train.max_grad_norm, or lower the rate",
         {
             "highest_loss": round(float(curve.clean[top]), 4),
@@ -138,7 +113,7 @@ def find_spike(curve: Curve) -> Diagnosis | None:
             "standard_deviations": round(float(found.sigmas[top]), 1),
         },
         steps,
-        curve.rows[top] if len(steps) == 1 else (),
+        tuple(dict.fromkeys(row for place in places if (row := curve.worst_row[place]))),
     )
 
 

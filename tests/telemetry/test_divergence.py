@@ -1,0 +1,46 @@
+"""The rule by which a loss has diverged: ten bad steps in a row, worse than before training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from finetune.telemetry.divergence import STEPS, DivergenceRule, first_divergence
+
+FALLING = [3.0 - 0.05 * step for step in range(30)]  # to 1.55
+
+
+def test_a_rise_above_the_start_that_stays_is_a_divergence_from_its_first_step() -> None:
+    assert first_divergence([*FALLING, *[6.0] * STEPS]) == len(FALLING)
+    assert first_divergence([*FALLING, *[6.0] * (STEPS - 1)]) is None
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        [9.0, 9.0, 9.0, *[1.5] * 30],  # a spike that recovers
+        [2.4] * 30,  # worse than its best, better than the untrained model
+        [*[9.0] * (STEPS - 1), 1.5] * 3,  # never ten in a row
+        [],
+    ],
+)
+def test_what_is_none(after: list[float]) -> None:
+    assert first_divergence([*FALLING, *after]) is None
+
+
+def test_losses_that_are_not_finite_count_as_bad() -> None:
+    assert first_divergence([*FALLING, *[math.nan] * STEPS]) == len(FALLING)
+    assert first_divergence([*FALLING, *[math.inf] * STEPS]) == len(FALLING)
+
+
+def test_noise_around_the_start_is_none() -> None:
+    """A loss that never falls and swings by a third says nothing about divergence."""
+    assert first_divergence([2.0 + 0.7 * (-1) ** step for step in range(200)]) is None
+
+
+def test_the_rule_is_told_step_by_step_and_names_the_onset() -> None:
+    rule = DivergenceRule()
+    said = [rule.add(loss) for loss in [*FALLING, *[7.0] * STEPS]]
+    assert said == [False] * (len(FALLING) + STEPS - 1) + [True]
+    assert rule.onset == len(FALLING)
