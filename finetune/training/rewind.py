@@ -1,0 +1,263 @@
+"""Divergence: stop, or go back to the last good checkpoint and go on with half the rate or without the rows of that step.
+
+What was done lies in `rewinds.json` of the run folder and as `rewind` events. A run is a function of its recipe and of these
+acts: each of them holds from its step on, so that a resumed run, or one that is given the acts beforehand, takes the
+same steps to the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from finetune.errors import UserError
+from finetune.paths import read_json, write_json
+from finetune.recipe.train_section import TrainSection
+from finetune.telemetry.divergence import STEPS, DivergenceRule
+from finetune.telemetry.events import read_events
+from finetune.training.checkpoints import checkpoint_step, damage, list_checkpoints
+from finetune.training.exact_trainer import NotFiniteError
+
+FILE_NAME = "rewinds.json"
+HALF = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One rewind: from the step that proved the divergence back to `to_step`. It holds for every step after `to_step`.
+
+    `onset` is the first bad step, `reason` 'diverged' or 'not_finite', `rate_factor` multiplies the learning rate,
+    `rows` are ids that carry no loss.
+    """
+
+    from_step: int
+    onset: int
+    to_step: int
+    reason: str
+    remedy: str
+    rate_factor: float
+    rows: tuple[str, ...]
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> Act:
+        return cls(**{**content, "rows": tuple(content["rows"])})
+
+
+def read_acts(run_folder: Path) -> list[Act]:
+    """The acts of a run, in their order; none where it never rewound."""
+    path = run_folder / FILE_NAME
+    return [Act.read(content) for content in read_json(path)["acts"]] if path.is_file() else []
+
+
+def write_acts(run_folder: Path, acts: Sequence[Act]) -> None:
+    """Atomically."""
+    write_json(run_folder / FILE_NAME, {"format": 1, "acts": [asdict(act) for act in acts]})
+
+
+def rate_factor(acts: Sequence[Act], step: int) -> float:
+    """What the schedule's rate is multiplied with in the step after `step` steps are done."""
+    return math.prod(act.rate_factor for act in acts if act.to_step <= step)
+
+
+def left_out(acts: Sequence[Act], step: int) -> frozenset[str]:
+    """Rows that carry no loss in the step after `step` steps are done."""
+    return frozenset(row for act in acts if act.to_step <= step for row in act.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A divergence: first bad step, the step that proved it, why, and the rows around its beginning."""
+
+    onset: int
+    step: int
+    reason: str
+    rows: tuple[str, ...]
+
+
+class DivergenceWatch(TrainerCallback):
+    """Judges the loss of every step, before telemetry empties the tally, and stops training when it has diverged.
+
+    With `rewinds` the first step has a checkpoint before it, and the rates are those of the acts.
+    """
+
+    def __init__(self, trainer: Any, *, rewinds: bool) -> None:
+        self._trainer, self._rewinds = trainer, rewinds
+        self._rule = DivergenceRule()
+        self._rows: dict[int, tuple[str, ...]] = {}
+        self.trouble: Trouble | None = None
+
+    def continue_from(self, events: Sequence[dict[str, Any]]) -> None:
+        """Start anew from the steps that are told already."""
+        self._rule, self._rows, self.trouble = DivergenceRule(), {}, None
+        for event in events:
+            if event["event"] == "step":
+                self._rule.add(float(event["loss"]))
+                self._rows[event["step"]] = tuple(event.get("rows", ()))
+
+    def rows_before(self, step: int) -> tuple[str, ...]:
+        """Rows of a step and of the one before it, each once."""
+        return tuple(dict.fromkeys(row for one in (step - 1, step) for row in self._rows.get(one, ())))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._rewinds:
+            return
+        if state.global_step == 0:
+            self._trainer._save_checkpoint(kwargs["model"], None)
+        _set_rates(self._trainer.lr_scheduler)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        step, tally = state.global_step, self._trainer.tally
+        self._rows[step] = tuple(tally.rows)
+        self._rows.pop(step - 2 * STEPS, None)
+        if self._rule.add(tally.loss):
+            onset = step - STEPS + 1
+            self.trouble = Trouble(onset, step, "diverged", self.rows_before(onset))
+            control.should_training_stop = True
+
+
+def _set_rates(scheduler: Any) -> None:
+    """The rates of the next step as the schedule has them now; a checkpoint holds those from before an act."""
+    rates = [
+        base * share(scheduler.last_epoch)
+        for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+class Rewinder:
+    """Trains to the end, whatever it takes within the recipe's limit.
+
+    `restart(step)` is told after a rewind: what the session keeps of later steps must go. Acts of an earlier process are
+    read from the run folder when this is made.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        run_folder: Path,
+        log: Any,
+        say: Callable[[str], None],
+        restart: Callable[[int], None],
+    ) -> None:
+        self._trainer, self._folder, self._log, self._say, self._restart = (
+            trainer,
+            run_folder,
+            log,
+            say,
+            restart,
+        )
+        self._settings: TrainSection = trainer.settings
+        self.acts = read_acts(run_folder)
+        self.watch = DivergenceWatch(trainer, rewinds=self._settings.on_divergence == "rewind")
+        trainer.rate_factor = lambda step: rate_factor(self.acts, step)
+        trainer.left_out = lambda step: left_out(self.acts, step)
+        if self._settings.on_divergence == "rewind":
+            trainer.recent_steps_kept = STEPS
+
+    def train(self, checkpoint: Path | None) -> None:
+        """Raises UserError for a divergence that the recipe does not let it mend."""
+        trainer = self._trainer
+        while True:
+            self.watch.continue_from(read_events(self._folder / "events.jsonl"))
+            try:
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                trouble = self.watch.trouble
+            except NotFiniteError as error:
+                step = error.step
+                rows = dict.fromkeys([*self.watch.rows_before(step), *trainer.tally.rows])
+                trouble = Trouble(step, step, "not_finite", tuple(rows))
+                if not self._may_rewind():
+                    self._log.write("stop", step=step, reason=trouble.reason, onset=step)
+                    raise
+            if trouble is None:
+                return
+            if not self._may_rewind():
+                self._log.write("stop", step=trouble.step, reason=trouble.reason, onset=trouble.onset)
+                raise self._diverged(trouble)
+            checkpoint = self._rewind(trouble)
+
+    def _may_rewind(self) -> bool:
+        return self._settings.on_divergence == "rewind" and len(self.acts) < self._settings.rewind.at_most
+
+    def _rewind(self, trouble: Trouble) -> Path:
+        trainer, remedy = self._trainer, self._settings.rewind.remedy
+        checkpoint = self._last_good(trouble.onset)
+        act = Act(
+            from_step=trouble.step,
+            onset=trouble.onset,
+            to_step=checkpoint_step(checkpoint),
+            reason=trouble.reason,
+            remedy=remedy,
+            rate_factor=HALF if remedy == "halve_rate" else 1.0,
+            rows=trouble.rows if remedy == "skip_rows" else (),
+        )
+        self.acts.append(act)
+        write_acts(self._folder, self.acts)  # first: a process killed here goes on as decided
+        for later in list_checkpoints(trainer.checkpoint_root):
+            if checkpoint_step(later) > act.to_step:
+                doomed = later.with_name(f".{later.name}.removed")
+                later.rename(doomed)
+                shutil.rmtree(doomed)
+        what = {**asdict(act), "rows": list(act.rows)}
+        self._log.write("rewind", step=act.to_step, attempt=len(self.acts), **what)
+        self._log.write("resume", step=act.to_step)
+        done = (
+            f"with {rate_factor(self.acts, act.to_step):g} of the rate"
+            if remedy == "halve_rate"
+            else f"without {len(act.rows)} rows"
+        )
+        self._say(
+            f"{_told(trouble)}; back to step {act.to_step}, on {done} "
+            f"(rewind {len(self.acts)} of at most {self._settings.rewind.at_most})"
+        )
+        trainer.tally.__init__()
+        trainer.optimizer = trainer.lr_scheduler = None  # made anew, then filled from the checkpoint
+        self._restart(act.to_step)
+        return checkpoint
+
+    def _last_good(self, onset: int) -> Path:
+        """The newest undamaged checkpoint of a step before the first bad one."""
+        for checkpoint in reversed(list_checkpoints(self._trainer.checkpoint_root)):
+            if checkpoint_step(checkpoint) < onset and damage(checkpoint) is None:
+                return checkpoint
+        raise UserError(
+            f"there is no undamaged checkpoint from before step {onset} to go back to",
+            where="train.on_divergence",
+            fix="start the run anew with a lower train.learning_rate",
+        )
+
+    def _diverged(self, trouble: Trouble) -> UserError:
+        good = [
+            step
+            for path in list_checkpoints(self._trainer.checkpoint_root)
+            if (step := checkpoint_step(path)) < trouble.onset
+        ]
+        kept = f"; the last checkpoint before it is step {good[-1]}" if good else ""
+        often = f", after {len(self.acts)} rewinds" if self.acts else ""
+        return UserError(
+            f"{_told(trouble)}{often}{kept}",
+            why=f"for {STEPS} steps in a row the loss was above where it began: the model is worse than before training",
+            fix="lower train.learning_rate (by 2 to 10 times), lengthen train.warmup_share, or set train.on_divergence: rewind",
+        )
+
+
+def _told(trouble: Trouble) -> str:
+    if trouble.reason == "not_finite":
+        return f"loss or gradient of step {trouble.step} is not finite"
+    return f"the loss diverged at step {trouble.onset}"
