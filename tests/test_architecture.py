@@ -35,6 +35,7 @@ BESIDE: set[tuple[str, str]] = {
     ("plan", "finetune.recipe.adapter_section"),  # a part of the schema
     ("merge", "finetune.model"),
     ("distil", "finetune.training"),
+    ("report", "finetune.doctor.diagnosis"),  # the page marks on its curves what they mean
 }
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets"}
 LIGHT_COMMANDS = ("recipe", "plan", "stats")

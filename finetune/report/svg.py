@@ -67,12 +67,14 @@ def line_plot(
     x_name: str = "step",
     guides: Sequence[Guide] = (),
     events: Sequence[tuple[float, str]] = (),
+    findings: Sequence[tuple[float, str]] = (),
     is_log: bool = False,
     from_zero: bool = False,
 ) -> Markup | None:
     """A stretching line plot, or None when no series has a finite point.
 
-    `label` describes the plot for those who cannot see it; `events` are (x, name) marked by a dotted line.
+    `label` describes the plot for those who cannot see it; `events` are (x, name) marked by a dotted line,
+    `findings` the same with a dot on it.
     `is_log` asks for a log axis, which is taken only when every value is positive; `from_zero` keeps 0 on a linear one.
     """
     drawn = [one for one in series if one.known]
@@ -90,6 +92,7 @@ def line_plot(
     y_scale = Scale.covering(levels, is_log=is_log)
     frame = _Frame(x_scale, y_scale, height)
     area = [frame.grid(), frame.events(events), frame.guides(guides), frame.curves(drawn), frame.marks(drawn)]
+    area.append(frame.findings(findings))
     area.append(tag("g", tag("line", y1=0, y2=height), class_="cursor", visibility="hidden"))
     parts = [
         _svg(frame.y_labels(), "y-axis", width=None, height=height),
@@ -152,6 +155,15 @@ class _Frame:
             for x, name in inside
         ]
         return tag("g", Markup("").join(lines), class_="events")
+
+    def findings(self, findings: Sequence[tuple[float, str]]) -> Markup:
+        """A line with a dot at its head, whose name shows under the pointer; beyond the plotted range at its edge."""
+        pieces = []
+        for x, name in findings:
+            at = percent(min(max(self.x_scale.position(x), 0.0), 1.0))
+            pieces.append(tag("line", x1=at, x2=at, y1=5, y2=self.height))
+            pieces.append(tag("circle", tag("title", name), cx=at, cy=5, r=4))
+        return tag("g", Markup("").join(pieces), class_="findings")
 
     def guides(self, guides: Sequence[Guide]) -> Markup:
         pieces = []

@@ -28,7 +28,7 @@ class StepTally:
     `nll_sum` is the sum of the losses; their mean is over targets, or over examples where a method counts those (a
     preference pair is one). `example_sums` are further numbers that examples have, e.g. margins; what is logged is their
     mean over `example_counts`, the examples that have the number. `rows` are the ids of the rows that were trained on, in
-    order, where the trainer knows them; `loss_scale` is fp16's factor.
+    order, where the trainer knows them; `loss_scale` is fp16's factor. `worst_row` is the row with the highest mean loss over its targets: (loss, id).
     """
 
     nll_sum: float = 0.0
@@ -41,6 +41,7 @@ class StepTally:
     grad_norm: float = 0.0
     rows: list[str] = field(default_factory=list)
     loss_scale: float | None = None
+    worst_row: tuple[float, str] | None = None
 
     @property
     def loss(self) -> float:
@@ -168,6 +169,7 @@ class TelemetryCallback(TrainerCallback):
             "peak_memory_bytes": peak_memory_bytes(),
             **({} if tally.loss_scale is None else {"loss_scale": tally.loss_scale}),
             **({"rows": tally.rows} if tally.rows else {}),
+            **_worst(tally.worst_row),
         }
         self.log.write("step", **fields)
         self.on_step(fields)
@@ -185,6 +187,10 @@ class TelemetryCallback(TrainerCallback):
     def restart_clock(self) -> None:
         """Leave a pause (validation, checkpoint) out of the next step's speed."""
         self._step_start = time.perf_counter()
+
+
+def _worst(row: tuple[float, str] | None) -> dict[str, Any]:
+    return {} if row is None else {"worst_row": row[1], "worst_row_loss": row[0]}
 
 
 def clipped_norm(norm: float, max_norm: float) -> float:
