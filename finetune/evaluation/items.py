@@ -47,15 +47,15 @@ class Item:
 def item_from_row(row: Row, *, cluster_key: str | None = "group") -> Item:
     """A row as an item: everything before the last assistant turn is asked, that turn is the reference.
 
-    Of a pair the two answers are the choices, in an order that says nothing of which is right. Raises UserError for a pair
-    whose answers are more than one turn.
+    Of a pair the two answers are the choices, in an order that says nothing of which is right. Of running text nothing is
+    asked: the text is the reference. Raises UserError for a pair whose answers are more than one turn.
 
     cluster_key: `group`, the name of a tag, or None when items are independent (each is its own cluster).
     """
     item = Item(
         id=row.id,
-        messages=tuple(row.prompt),
-        reference=row.answer,
+        messages=() if row.kind == "text" else tuple(row.prompt),
+        reference=row.text if row.kind == "text" else row.answer,
         cluster=row.group,
         source=row.source,
         tags=row.tags,

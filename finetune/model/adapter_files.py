@@ -117,7 +117,7 @@ def load_adapter(
     from peft import get_peft_model, set_peft_model_state_dict
 
     configuration = read_adapter_config(folder)
-    _check_base(folder, source)
+    check_base(folder, source)
     _check_codes(folder, codes or codes_of(model))
     tensors = _read_tensors(folder / ADAPTER_WEIGHTS)
     rows_before = model.get_input_embeddings().weight.shape[0]
@@ -258,7 +258,8 @@ def _sort_configuration(path: Path) -> None:
     write_json(path, dict(sorted(configuration.items())))
 
 
-def _check_base(folder: Path, source: ModelSource | None) -> None:
+def check_base(folder: Path, source: ModelSource | None) -> None:
+    """Raise UserError when the adapter in `folder` notes a base of other content than `source`; reads no tensor."""
     if source is None or not (folder / ORIGIN_FILE).is_file():
         return
     origin = read_json(folder / ORIGIN_FILE)

@@ -71,7 +71,8 @@ def check_vocabulary(tokenizer: Any, n_embedding_rows: int, *, where: str = "") 
 
 def check_context(source: ModelSource, n_tokens: int, *, where: str = "data.max_tokens") -> None:
     """Refuse rows longer than the positions the model was built for."""
-    limit = read_config(source).get("max_position_embeddings")
+    config = read_config(source)
+    limit = config.get("max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings"))
     if isinstance(limit, int) and n_tokens > limit:
         raise UserError(
             f"{n_tokens} tokens do not fit the model's context of {limit}",
@@ -110,7 +111,7 @@ def load_model(
     """
     place = device or default_device()
     config = read_config(source)
-    _check_causal_lm(source, config, trust_remote_code)
+    check_causal_lm(source, config, trust_remote_code)
     if quantize != "none":
         if "quantization_config" in config:
             raise UserError(
@@ -194,7 +195,9 @@ def _remote_code(trust_remote_code: bool | str) -> dict[str, Any]:
     return {"trust_remote_code": True, "code_revision": trust_remote_code}
 
 
-def _check_causal_lm(source: ModelSource, config: dict[str, Any], trust_remote_code: bool | str) -> None:
+def check_causal_lm(source: ModelSource, config: dict[str, Any], trust_remote_code: bool | str) -> None:
+    """Refuse what is no causal language model known here, and one that brings its own code unless that is pinned."""
+    _remote_code(trust_remote_code)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = str(config.get("model_type", ""))

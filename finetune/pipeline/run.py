@@ -18,6 +18,7 @@ from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.manifest import RunManifest, only_process, refuse_foreign, short_path
 from finetune.pipeline.power import announce_power
+from finetune.pipeline.preflight import preflight
 from finetune.pipeline.stages import (
     RunContext,
     baseline_stage,
@@ -65,6 +66,7 @@ def run_recipe(
         say(f"run folder: {short_path(folder)}")
         _describe(inputs, manifest)
         context = RunContext(inputs, manifest, say)
+        preflight(inputs.recipe, inputs.source, inputs.start)
         ensure_generated(inputs.spec_path, say=say)
         build = build_stage(context)
         suites = [

@@ -22,11 +22,9 @@ from finetune.evaluation.records import read_records, records_path, summary_path
 from finetune.evaluation.run import evaluate_arm, prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
-from finetune.model.adapter_targets import check_adapter
-from finetune.model.load import check_context, load_model, load_tokenizer, model_skeleton
+from finetune.model.load import load_model, load_tokenizer
 from finetune.model.memory import release_memory
 from finetune.model.new_tokens import NewTokens, add_new_tokens
-from finetune.model.quantization import check_row_lengths
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
@@ -42,10 +40,10 @@ from finetune.pipeline.methods import (
     tokenise_side,
     train_by_method,
 )
+from finetune.pipeline.preflight import check_packs
 from finetune.plan.memory import forecast_training
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
 from finetune.telemetry.progress import Progress
-from finetune.training.preflight import check_training
 from finetune.training.trained_part import add_trained_part
 
 _CANARY_PROMPTS = 2
@@ -127,7 +125,6 @@ def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteD
     recipe = context.inputs.recipe
     build, found = decontaminate(build, suite_questions(suites, context.inputs.spec_path))
     context.tokenizer = tokenizer_before(context.inputs)
-    check_context(context.inputs.source, recipe.data.max_tokens)
     tokenizer = context.tuned.tokenizer
     splits = {
         "train": tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer),
@@ -167,13 +164,10 @@ def _row_line(build: DatasetBuild) -> str:
 
 
 def check_stage(context: RunContext, rows: TrainingRows) -> None:
-    """Preflight without weights: what the machine lacks, names in the adapter section, shapes, and the memory forecast."""
-    recipe, source = context.inputs.recipe, context.inputs.source
-    skeleton = model_skeleton(source, recipe.model.trust_remote_code)
-    check_row_lengths(skeleton, recipe.model.quantize)
-    check_training(recipe)
-    if context.inputs.start is None:
-        check_adapter(skeleton, recipe.adapter, quantized=recipe.model.quantize != "none")
+    """What the rows add to `preflight`: whether each fits a pack, and the memory forecast."""
+    recipe = context.inputs.recipe
+    for split in (rows.train, rows.validation):
+        check_packs(recipe, split)
     longest = longest_example(rows.train)
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 

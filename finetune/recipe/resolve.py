@@ -55,10 +55,14 @@ def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded[Recip
     # `profile` itself may come from a flag; the other flags go on top of the profile.
     root = apply_overrides(root, [override for override in parsed if override.key == "profile"])
     name, unknown = chosen_profile(root)
-    # The file and its unused profiles are checked too, with those flags that give what the file leaves open.
+    # The file is checked by itself too, and its unused profiles with those flags that give what the file leaves open.
+    _, alone = fit(root, RecipeFile, RECIPE_NAMES_ELSEWHERE)
     written = apply_overrides(root, [override for override in parsed if not has_key(root, override.key)])
     _, own = fit(written, RecipeFile, RECIPE_NAMES_ELSEWHERE)
-    placed += (unknown if chain.whole else []) + own + profile_faults(written, RECIPE_NAMES_ELSEWHERE, own)
+    placed += (unknown if chain.whole else []) + [
+        pair for pair in alone if not pair[1].what.startswith(MISSING)
+    ]
+    placed += profile_faults(written, RECIPE_NAMES_ELSEWHERE, own)
     if name is not None:
         root = apply_profile(root, name)
     root = apply_overrides(root, [override for override in parsed if override.key != "profile"])
