@@ -89,7 +89,7 @@ def ours(
     return ExactSftTrainer(
         checkpoint_root=folder,
         owner="bench",
-        keep_checkpoints=1,
+        settings=recipe.train,
         tally=StepTally(),
         model=model,
         args=arguments,
