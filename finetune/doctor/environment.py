@@ -123,11 +123,12 @@ def check_accelerator(machine: Machine, dtype: str) -> Finding:
             "an NVIDIA driver is loaded, but this torch was built without CUDA, so everything runs on the CPU",
             "install torch's build for your CUDA version",
         )
-    if machine.driver:
-        return fault(
+    if machine.driver:  # which a container without its GPUs sees too, so that it need not be wrong
+        return warning(
             name,
-            f"an NVIDIA driver is loaded, but torch (built for CUDA {machine.built_for}) cannot use it",
-            "compare the driver's CUDA version in `nvidia-smi` with that; update the driver or install another build of torch",
+            f"an NVIDIA driver is loaded, but torch (built for CUDA {machine.built_for}) sees no GPU: everything runs on the CPU",
+            "if there should be one: give it to the container, look at CUDA_VISIBLE_DEVICES, and compare the driver's CUDA "
+            "version in `nvidia-smi` with torch's",
         )
     return ok(name, "no GPU; everything runs on the CPU")
 
