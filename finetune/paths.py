@@ -15,14 +15,19 @@ from typing import Any
 
 from finetune.errors import UserError, did_you_mean
 
-_KINDS = {"recipes": b"recipe", "data": b"dataset", "eval": b"suite"}  # folder -> its version key
+_KINDS = {
+    "recipes": ("recipes", b"recipe"),
+    "merges": ("recipes", b"merge"),
+    "data": ("data", b"dataset"),
+    "eval": ("eval", b"suite"),
+}  # kind -> its folder and its version key
 _NOT_WRITABLE = frozenset(
     {
         errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT,
         errno.ENAMETOOLONG,
     }
 )  # fmt: skip
-_VERSION_KEY = re.compile(rb"^(recipe|dataset|suite):", re.MULTILINE)
+_VERSION_KEY = re.compile(rb"^(recipe|merge|dataset|suite):", re.MULTILINE)
 
 
 def shipped_root() -> Path:
@@ -44,8 +49,8 @@ def find_declarative(
     """Resolve a recipe, dataset spec or suite by path or by shipped name.
 
     Tried in order: the path as given (absolute or from the working folder, unless `working_folder` is False), relative
-    to the file that names it (`relative_to`), then `<shipped root>/<kind>/<name>[.yaml]`. `kind` is 'recipes', 'data' or
-    'eval'.
+    to the file that names it (`relative_to`), then `<shipped root>/<folder>/<name>[.yaml]`. `kind` is 'recipes', 'merges',
+    'data' or 'eval'.
     Raises UserError with the nearest shipped name when nothing matches.
     """
     assert kind in _KINDS, kind
@@ -53,7 +58,7 @@ def find_declarative(
     with contextlib.suppress(RuntimeError):  # '~nobody': left as written, and so not found
         given = given.expanduser()
     bases = [Path.cwd()] if working_folder else []
-    bases += ([relative_to] if relative_to else []) + [shipped_root() / kind, shipped_root()]
+    bases += ([relative_to] if relative_to else []) + [shipped_root() / _KINDS[kind][0], shipped_root()]
     for base in bases:
         for candidate in (base / given, base / f"{given}.yaml"):
             with contextlib.suppress(OSError):  # a name that the file system cannot have
@@ -71,7 +76,7 @@ def find_declarative(
 def _is_of_another_kind(path: Path, kind: str) -> bool:
     """A suite and the dataset it asks may share a name: the version key at the top tells them apart."""
     found = set(_VERSION_KEY.findall(path.read_bytes()))
-    return bool(found) and _KINDS[kind] not in found
+    return bool(found) and _KINDS[kind][1] not in found
 
 
 def shipped_names(kind: str) -> list[str]:

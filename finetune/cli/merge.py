@@ -1,14 +1,14 @@
-"""`finetune merge adapter | combine | extract`: adapters into their base, into one another, and out of two models."""
+"""`finetune merge`: adapters into their base, into one another, and out of two models; models into one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finetune.cli import merge_models
 from finetune.cli.output import JsonFlag, emit
 from finetune.errors import UserError
 
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from finetune.merge.measure import MergeProof
 
 app = typer.Typer(
-    name="merge", help="Merge, combine and extract adapters.", no_args_is_help=True, rich_markup_mode=None
+    name="merge",
+    help="Merge models and adapters; combine and extract adapters.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
+
+
+app.command()(merge_models.models)
 
 
 class Dtype(StrEnum):
@@ -84,6 +90,7 @@ def adapter(
     from finetune.cli.quiet import quiet_libraries
 
     quiet_libraries()
+    from finetune.cli.progress import begin
     from finetune.merge.adapter import merge_adapter
     from finetune.merge.inputs import resolve_inputs
     from finetune.merge.place import refuse_used_folder
@@ -105,7 +112,7 @@ def adapter(
         onto=onto.value,
         trust_remote_code=found.trust_remote_code,
         other_base=other_base,
-        progress=_progress,
+        progress=begin,
     )
     emit({"out": str(out), **proof.to_dict()}, _screen(out, proof), as_json=as_json)
 
@@ -206,19 +213,6 @@ def _numbers(text: str) -> list[float]:
         raise UserError(
             f"'{text}' is not a list of numbers", where="--weights", fix="e.g. --weights 0.6,0.4"
         ) from None
-
-
-def _progress(label: str, total: int, unit: str) -> Callable[[int], None]:
-    from finetune.telemetry.progress import Progress
-
-    line = Progress(label, total, unit)
-
-    def advance(n: int) -> None:
-        line.advance(n)
-        if line.done >= total:
-            line.__exit__(None, None, None)
-
-    return advance
 
 
 def _screen(out: Path, proof: MergeProof) -> str:

@@ -1,4 +1,4 @@
-"""The bar that long work shows on a terminal, with the time that is left."""
+"""What long work shows on a terminal: a bar or a line, with the time that is left."""
 
 from __future__ import annotations
 
@@ -15,3 +15,17 @@ def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=1.0)
         yield lambda share: bar.update(task, completed=share)
+
+
+def begin(label: str, total: int, unit: str) -> Callable[[int], None]:
+    """A line on standard error for counted work: returns what is told how many more units are done."""
+    from finetune.telemetry.progress import Progress
+
+    line = Progress(label, total, unit)
+
+    def advance(n: int) -> None:
+        line.advance(n)
+        if line.done >= total:
+            line.__exit__(None, None, None)
+
+    return advance

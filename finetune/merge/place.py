@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.errors import UserError
-from finetune.paths import disk_faults
+from finetune.paths import disk_faults, write_atomic
 from finetune.units import format_bytes
+
+KEY_FILE = ".merge-key"
 
 
 def refuse_used_folder(out: Path) -> None:
@@ -76,6 +79,44 @@ def put_in_place(out: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+@contextmanager
+def resumable_place(out: Path, key: str) -> Iterator[Path]:
+    """Like `put_in_place`, but a folder of the same `key` that was interrupted is taken up again with what it holds.
+
+    The folder stays when the process is killed or interrupted, and vanishes on any other fault. One of another key is
+    emptied. Raises UserError while another process writes it.
+    """
+    out = out.absolute()
+    folder = out.parent / f".{out.name}.merging"
+    with disk_faults(out):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is writing {out}", where="--out", fix="wait for it, or name another folder"
+            ) from None
+        marker = folder / KEY_FILE
+        if not marker.is_file() or marker.read_text() != key:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_atomic(marker, key)
+        try:
+            yield folder
+            marker.unlink()
+            folder.chmod(0o755)
+            _sync(folder)
+            folder.replace(out)
+            _sync(out.parent)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    finally:
+        os.close(handle)
 
 
 def _is_alive(process: int) -> bool:

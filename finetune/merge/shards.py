@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class TensorFiles:
         """`expected` is the weight map of an index (tensor -> file name); tensors it names must be there."""
         self.entries: dict[str, TensorEntry] = {}
         self._handles: dict[Path, int] = {}
+        self._opening = threading.Lock()  # several threads may read
         for file in files:
             for entry in read_header(file):
                 if entry.name in self.entries:
@@ -135,10 +137,14 @@ class TensorFiles:
         table = torch.cat(parts).view(entry.dtype).reshape(len(parts), *entry.shape[1:])
         return table[inverse]
 
+    def _handle(self, file: Path) -> int:
+        with self._opening:
+            if file not in self._handles:
+                self._handles[file] = os.open(file, os.O_RDONLY)
+            return self._handles[file]
+
     def _read_bytes(self, entry: TensorEntry, offset: int, n_bytes: int) -> torch.Tensor:
-        handle = self._handles.get(entry.file)
-        if handle is None:
-            handle = self._handles[entry.file] = os.open(entry.file, os.O_RDONLY)
+        handle = self._handle(entry.file)
         buffer = torch.empty(n_bytes, dtype=torch.uint8)
         view = buffer.numpy().data
         done = 0
@@ -282,22 +288,50 @@ def write_model(
     only one chunk is in memory. Every file is fsynced. Raises UserError when the disk is full.
     """
     checksums: dict[str, int] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with disk_faults(folder / name), (folder / name).open("wb") as stream:
-            stream.write(_header(shard))
-            for planned in shard:
-                given, chunks = next(values)
-                assert given == planned.name, (given, planned.name)
-                checksums[given] = _write_chunks(stream, planned, chunks)
-                weight_map[given] = name
-            stream.flush()
-            os.fsync(stream.fileno())
-    if len(shards) > 1:
-        total = sum(tensor.n_bytes for shard in shards for tensor in shard)
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for shard, name in zip(shards, shard_names(len(shards)), strict=True):
+        checksums |= write_shard(folder / name, shard, values)
+        sync_file(folder / name)
+    write_index(folder, shards)
     return checksums
+
+
+def shard_names(n: int) -> list[str]:
+    """File names of a model in `n` shards."""
+    return [SINGLE_FILE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+
+
+def write_shard(
+    file: Path, shard: Sequence[PlannedTensor], values: Iterator[tuple[str, Iterable[torch.Tensor]]]
+) -> dict[str, int]:
+    """Write one file of a model as `write_model` does, without waiting for the disk; returns name -> CRC-32."""
+    checksums: dict[str, int] = {}
+    with disk_faults(file), file.open("wb") as stream:
+        stream.write(_header(shard))
+        for planned in shard:
+            given, chunks = next(values)
+            assert given == planned.name, (given, planned.name)
+            checksums[given] = _write_chunks(stream, planned, chunks)
+    return checksums
+
+
+def write_index(folder: Path, shards: Sequence[Sequence[PlannedTensor]]) -> None:
+    """The index of a model in several shards; nothing for a single file."""
+    if len(shards) == 1:
+        return
+    names = shard_names(len(shards))
+    weight_map = {tensor.name: name for shard, name in zip(shards, names, strict=True) for tensor in shard}
+    total = sum(tensor.n_bytes for shard in shards for tensor in shard)
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def sync_file(file: Path) -> None:
+    """Wait until the file's bytes are on disk."""
+    with disk_faults(file):
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _header(shard: Sequence[PlannedTensor]) -> bytes:

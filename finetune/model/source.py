@@ -60,6 +60,29 @@ def resolve_model(
     for configuration and tokenizer only, which is all a memory forecast needs. `trust_remote_code` is False or the
     commit whose code may run. Raises UserError when there is no such model, or when it is an adapter, or pickle only.
     """
+    folder, revision = locate_model(
+        id,
+        revision,
+        weights=weights,
+        trust_remote_code=trust_remote_code,
+        announce=announce,
+        where=where,
+    )
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    n_parameters = _count_parameters(files)
+    return ModelSource(id, str(folder), revision, _content_digest(files), n_parameters)
+
+
+def locate_model(
+    id: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    trust_remote_code: bool | str = False,
+    announce: Announce | None = None,
+    where: str = "model.id",
+) -> tuple[Path, str | None]:
+    """`resolve_model` without its digest, which reads every weight: the model's folder and its revision."""
     if id.startswith(BUILTIN_PREFIX):
         name = id.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTIN_MODELS:
@@ -82,9 +105,7 @@ def resolve_model(
     faults = _folder_faults(folder, where, weights=weights)
     if faults:
         raise UserError(faults)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    n_parameters = _count_parameters(files)
-    return ModelSource(id, str(folder), revision, _content_digest(files), n_parameters)
+    return folder, revision
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:

@@ -23,6 +23,9 @@ MERGED: dict[str, dict[str, Any]] = {
     "pissa": {"init": "pissa"},
     "pissa-dora": {"init": "pissa", "kind": "dora"},
     "olora-rslora": {"init": "olora", "rslora": True},
+    "eva": {"init": "eva"},
+    "orthogonal": {"init": "orthogonal"},
+    "gaussian-dora": {"init": "gaussian", "kind": "dora"},
     "patterns": {"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"q_proj": 2.0}},
     "layers": {"layers": [1]},
     "saved": {"modules_to_save": ["lm_head"]},
@@ -71,7 +74,10 @@ def test_the_merged_model_answers_as_base_and_adapter(base: Path, tmp_path: Path
 
     source = resolve_model(str(base))
     section = AdapterSection(**({"rank": 4, "alpha": 8.0} | MERGED[name]))
-    model = _disturbed(attach_adapter(load_model(source, dtype="fp32"), section, seed=0))
+    ids = torch.arange(3, 259).view(4, 64)  # what eva looks at
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    fresh = attach_adapter(load_model(source, dtype="fp32"), section, seed=0, batches=batches)
+    model = _disturbed(fresh)
     save_adapter(model, tmp_path / "adapter", source=source)
     merge_adapter(source, tmp_path / "adapter", tmp_path / "merged", dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)

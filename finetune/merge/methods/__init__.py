@@ -1,0 +1,1 @@
+"""Methods that merge models: each one a typed pure function of one tensor's values and its settings."""

@@ -1,0 +1,1 @@
+"""Merging whole models: planned from headers, streamed in chunks, resumable, and proven from disk."""
