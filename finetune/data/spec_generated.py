@@ -36,7 +36,7 @@ class SamplingSection(Section):
     """How answers are drawn. Each has a generator of its own, from the seed, the prompt and its number."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(17, description="Of sampling and of what is kept.")
-    answers: Annotated[int, Field(ge=2)] = Field(4, description="Answers to each prompt.")
+    answers: Count = Field(4, description="Answers to each prompt; pairs need two or more.")
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(1.0, description="Of the distribution.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Sample from the fewest tokens that together are this likely."
@@ -80,6 +80,16 @@ class KeepSection(Section):
     """Which of the answers become rows."""
 
     rows_per_prompt: Count = Field(1, description="Most rows of one prompt; all differ.")
+    filter: bool = Field(
+        True,
+        description="Keep what passes. Off, with `write: chat`: every answer may become a row and the verdicts are only counted, to "
+        "find out whether the filter helps.",
+    )
+    prefer: Literal["first", "shortest"] = Field(
+        "first",
+        description="Which of a prompt's answers come first where it has more than `rows_per_prompt`: those drawn first, or the "
+        "shortest, which teaches shorter reasoning.",
+    )
     format_failures: Literal["keep", "drop"] = Field(
         "keep",
         description="Rejected answers that fail for their form (the verifier's reason begins with `format`): `drop` leaves only "

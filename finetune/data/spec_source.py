@@ -188,6 +188,22 @@ class GeneratedSource(RowsSource):
         "group", description="Key whose rows stay on one side: the prompt's own group."
     )
 
+    @model_validator(mode="after")
+    def _fits_what_is_written(self) -> GeneratedSource:
+        if self.write == "chat":
+            return self
+        if self.sampling.answers < 2:
+            raise refused(
+                "sampling.answers",
+                "a pair needs two answers to a prompt",
+                fix="set it to 2 or more, or write: chat",
+            )
+        if not self.keep.filter:
+            raise refused(
+                "keep.filter", "a pair is what passed and what failed", fix="leave it on, or set write: chat"
+            )
+        return self
+
     def settings(self) -> dict[str, Any]:
         """Everything that decides the generated rows; how they are read afterwards does not."""
         decisive = {"prompts", "max_prompts", "model", "sampling", "verifier", "write", "keep"}

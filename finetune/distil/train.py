@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.data.tokenise import TokenisedRow
+from finetune.distil.on_policy import OnPolicyTrainer
 from finetune.distil.trainer import DistilTrainer, Teaching
 from finetune.recipe.schema import Recipe
 from finetune.training.session import TrainResult
@@ -33,5 +34,12 @@ def train_distil(
     are not the plain product of states and head.
     """
     assert recipe.distil is not None, "the recipe's agreement demands it"
-    trainer = partial(DistilTrainer, teaching=teaching, loss=recipe.distil.loss, n_vocabulary=n_vocabulary)
-    return train_sft(recipe, model, tokenizer, train_rows, validation_rows, make_trainer=trainer, **options)
+    section = recipe.distil
+    known: dict[str, Any] = {"teaching": teaching, "loss": section.loss, "n_vocabulary": n_vocabulary}
+    kind: type[DistilTrainer] = DistilTrainer
+    if section.way == "on_policy":
+        kind = OnPolicyTrainer
+        known |= {"rows": train_rows, "on_policy": section.on_policy, "seed": recipe.seed}
+    return train_sft(
+        recipe, model, tokenizer, train_rows, validation_rows, make_trainer=partial(kind, **known), **options
+    )

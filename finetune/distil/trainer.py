@@ -15,6 +15,7 @@ from finetune.errors import UserError
 from finetune.recipe.distil_section import DistilLossSection
 from finetune.training.sft_trainer import ExactSftTrainer
 from finetune.training.turn_weights import target_weights
+from finetune.training.validation import document_of_targets
 
 
 class Teaching(Protocol):
@@ -76,7 +77,7 @@ class DistilTrainer(ExactSftTrainer):
     ) -> Tensor:
         """The micro-batch's part of what is minimised: its weighted losses over the weights of the whole step."""
         assert not return_outputs, "the logits are never built"
-        teacher = self.teaching.targets(inputs)
+        teacher = self.teaching.targets(inputs | {"rows": rows_with_targets(inputs)})
         weights = target_weights(inputs)
         plain = {name: value for name, value in inputs.items() if name not in ("target_weights", "rows")}
         parts: DistillationLoss = model(
@@ -96,6 +97,12 @@ class DistilTrainer(ExactSftTrainer):
         sums = {"divergence": float(parts.divergence_sum), "nll": float(parts.nll_sum)}
         known = {name: (total, n_targets) for name, total in sums.items() if not math.isnan(total)}
         self.tally.add_examples(0, known)
+
+
+def rows_with_targets(inputs: dict[str, Any]) -> list[int]:
+    """The places of those rows of a batch that still have targets: a remedy may have taken a row's out (see `silence`)."""
+    taught = set(document_of_targets(inputs).tolist())
+    return [row for document, row in enumerate(inputs["rows"]) if document in taught]
 
 
 def shared_vocabulary(student: Any, teacher: Any) -> int:

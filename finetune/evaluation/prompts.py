@@ -16,9 +16,10 @@ from finetune.evaluation.suite import FewShotSection, Suite
 
 __all__ = ["ARMS", "Arm", "Prompt", "arm_messages", "build_prompts", "few_shot_examples", "system_of"]
 # `start`: the model that training starts from, asked as the tuned one is: what a later stage of a chain is compared with.
-Arm = Literal["zero_shot", "few_shot", "start", "tuned"]
-ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "start", "tuned")
-_AS_TRAINED: tuple[Arm, ...] = ("start", "tuned")
+# `teacher`: the model that a student learns from, asked in the same way.
+Arm = Literal["zero_shot", "few_shot", "start", "teacher", "tuned"]
+ARMS: tuple[Arm, ...] = ("zero_shot", "few_shot", "start", "teacher", "tuned")
+_AS_TRAINED: tuple[Arm, ...] = ("start", "teacher", "tuned")
 _FAULTS_SHOWN = 5
 
 

@@ -7,33 +7,39 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_json
-from finetune.evaluation.compare import compare_folders
+from finetune.distil.trainer import LiveTeaching, shared_vocabulary
+from finetune.evaluation.compare import compare_folders, compare_records
 from finetune.evaluation.gap import gaps_closed
-from finetune.evaluation.records import read_records, records_path, summary_path
+from finetune.evaluation.records import read_records, read_summary, records_path, summary_path
 from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.source import read_config
 from finetune.paths import write_json
 from finetune.pipeline.baseline_store import fetch_baseline
-from finetune.pipeline.teacher import Teacher
+from finetune.pipeline.teacher import Say, Teacher
+from finetune.pipeline.teacher_cache import RecipeCache
+from finetune.pipeline.teacher_text import text_facts
 from finetune.recipe.distil_section import DistilSection
 
 if TYPE_CHECKING:
     from finetune.pipeline.inputs import RunInputs
 
 FACTS = "distillation.json"
+CACHE_FACTS = "teacher_cache.json"
 TEACHER = "teacher"
 UNKNOWN_LICENCE = "distil.teacher.licence is not given: whether the teacher's terms allow a student to be made of what it says is unknown"
 
 
-def teacher_answers(inputs: RunInputs, tokenizer: Any, data: SuiteData, target: Path, say: Any) -> list[Path]:
+def teacher_answers(inputs: RunInputs, data: SuiteData, target: Path, say: Say) -> list[Path]:
     """Answer a suite with the teacher, asked as the student will be, or find its answers in the store of all runs.
 
     Returns the files written into `target`.
     """
     recipe, teacher = inputs.recipe, _teacher(inputs)
     key = teacher.key(recipe.eval.dtype)
+    tokenizer = teacher.load_tokenizer()
     job = prepare_arm(tokenizer, data.suite, data.items, arm="teacher", few_shot=data.few_shot_rows, key=key)
     model = cache(lambda: teacher.load(dtype=recipe.eval.dtype))
     fetch_baseline(job, target, model_key=key, model=model, batch_size=recipe.eval.batch_size, say=say)
@@ -62,24 +68,28 @@ def write_facts(inputs: RunInputs, path: Path) -> None:
             "way": section.way,
             "targets": section.targets,
             "loss": section.loss.model_dump(mode="json"),
+            **({"generated": text_facts(inputs.spec_path)} if section.way == "answers" else {}),
         },
     )
 
 
-def teaching(inputs: RunInputs, student_tokenizer: Any) -> dict[str, Any]:
-    """What `train_distil` needs of the teacher; nothing for a recipe without one.
+def teaching(
+    inputs: RunInputs, student_tokenizer: Any, rows: Sequence[TokenisedRow], say: Say
+) -> dict[str, Any]:
+    """What `train_distil` needs of the teacher for these train rows; nothing where the student learns text alone.
 
     Raises UserError where teacher and student do not have the same tokens.
     """
-    if inputs.teacher is None:
+    if inputs.teacher is None or _section(inputs).way == "answers":
         return {}
-    from finetune.distil.trainer import LiveTeaching, shared_vocabulary
-
-    teacher, recipe = inputs.teacher, inputs.recipe
+    section, teacher = _section(inputs), inputs.teacher
     n_vocabulary = shared_vocabulary(student_tokenizer, teacher.load_tokenizer())
-    attention = "document" if recipe.train.packing else "sdpa"
-    model = teacher.load(dtype=_section(inputs).teacher.dtype, attention=attention)
-    return {"teaching": LiveTeaching(model, n_vocabulary), "n_vocabulary": n_vocabulary}
+    options: dict[str, Any] = {"n_vocabulary": n_vocabulary}
+    if section.targets == "cache":
+        return options | {"teaching": RecipeCache.of(inputs, student_tokenizer, rows).teaching(say)}
+    attention = "document" if inputs.recipe.train.packing else "sdpa"
+    model = teacher.load(dtype=section.teacher.dtype, attention=attention)
+    return options | {"teaching": LiveTeaching(model, n_vocabulary)}
 
 
 def teaching_key(inputs: RunInputs) -> dict[str, Any]:
@@ -99,10 +109,14 @@ def compare_with_teacher(
     if inputs.teacher is None:
         return
     against = data.suite.baseline_arms([inputs.recipe.eval.against])[0]
-    other = compare_folders(data.suite, baseline, TEACHER, tuned, slices=False)
-    result["comparisons"] += other["comparisons"]
     arms = [(baseline, against), (tuned, "tuned"), (baseline, TEACHER)]
     before, after, teacher = (read_records(folder, arm) for folder, arm in arms)
+    templates = [read_summary(folder, arm).template_sha256 for folder, arm in arms[1:]]
+    if templates[0] == templates[1]:
+        other = compare_folders(data.suite, baseline, TEACHER, tuned, slices=False)
+    else:  # another model in its own words: each is asked through its own chat template
+        other = compare_records(data.suite, teacher, after, slices=False)
+    result["comparisons"] += other["comparisons"]
     result["gap"] = {
         "before": against,
         "teacher": TEACHER,
@@ -128,17 +142,5 @@ def _section(inputs: RunInputs) -> DistilSection:
 def facts_digest(inputs: RunInputs) -> str:
     """Of what `distillation.json` says: a licence that is filled in later is no reason to train again."""
     teacher = _teacher(inputs)
-    return digest_json([teacher.digest, teacher.licence, inputs.source.digest, inputs.digest])
-
-
-__all__: Sequence[str] = [
-    "FACTS",
-    "TEACHER",
-    "UNKNOWN_LICENCE",
-    "compare_with_teacher",
-    "facts_digest",
-    "teacher_answers",
-    "teaching",
-    "teaching_key",
-    "write_facts",
-]
+    generated = text_facts(inputs.spec_path) if _section(inputs).way == "answers" else []
+    return digest_json([teacher.digest, teacher.licence, inputs.source.digest, inputs.digest, generated])

@@ -12,13 +12,23 @@ from finetune.errors import Fault, UserError
 from finetune.evaluation.rewards import check_reward_suite
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.model.source import ModelSource, read_config, resolve_model
-from finetune.paths import find_declarative
+from finetune.paths import find_declarative, read_json
+from finetune.pipeline.manifest import FILE_NAME
 from finetune.pipeline.starts import AdapterStart, find_start, model_folder
+from finetune.pipeline.teacher import Teacher, cut_student, named_teacher, run_of_teacher, teacher_of_run
+from finetune.pipeline.teacher_text import text_faults
 from finetune.recipe.resolve import read_recipe, recipe_digest
 from finetune.recipe.schema import Recipe
 
 Found = TypeVar("Found")
-_WITH_PATHS = ("data.spec", "eval.suites", "model.id", "adapter.start")
+_WITH_PATHS = (
+    "data.spec",
+    "eval.suites",
+    "model.id",
+    "adapter.start",
+    "distil.teacher.run",
+    "distil.teacher.id",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class RunInputs:
     source: ModelSource
     config: dict[str, Any]
     start: AdapterStart | None = None  # the adapter that training goes on from
+    teacher: Teacher | None = None
     folders: Mapping[str, str] = field(
         default_factory=dict
     )  # key -> absolute folder that its relative paths start from
@@ -92,6 +103,16 @@ def gather_inputs(
     start = attempt(
         lambda: find_start(recipe.adapter, beside["adapter.start"], loaded.where("adapter.start"))
     )
+    teacher = None
+    if recipe.distil is not None:
+        teacher = attempt(lambda: _find_teacher(recipe, loaded.where, beside, say))
+        layers, base = recipe.distil.student.layers, source
+        if teacher is not None and layers is not None and base is not None:
+            where = loaded.where("model.id")
+            source = attempt(lambda: cut_student(teacher, layers, base, where=where, say=say))
+        if recipe.distil.way == "answers" and spec_path is not None:
+            taught = recipe.distil.teacher
+            faults += text_faults(spec_path, taught, beside["distil.teacher.run"], loaded.where("data.spec"))
     for suite in suites:
         if suite is not None:
             faults += _suite_faults(suite, recipe)
@@ -107,8 +128,25 @@ def gather_inputs(
         source=source,
         config=read_config(source),
         start=start,
+        teacher=teacher,
         folders=found_in,
     )
+
+
+def _find_teacher(
+    recipe: Recipe, where: Callable[[str], str], beside: Mapping[str, Path], say: Callable[[str], None] | None
+) -> Teacher:
+    """The teacher that a recipe names; that of a run is read from what the run says of itself."""
+    assert recipe.distil is not None
+    section = recipe.distil.teacher
+    if section.run is None:
+        key = "distil.teacher.id"
+        return named_teacher(section, beside[key], where(key), say)
+    key = "distil.teacher.run"
+    folder = run_of_teacher(section, beside[key], where(key))
+    beside_it = read_json(folder / FILE_NAME).get("folders", {})
+    of_run = gather_inputs(str(folder / "recipe.resolved.yaml"), folders=beside_it)
+    return teacher_of_run(section, folder, of_run.source, of_run.recipe.model)
 
 
 def _suite_faults(suite: Suite, recipe: Recipe) -> list[Fault]:

@@ -72,7 +72,8 @@ def train_by_method(
     run_folder: Path,
     **options: Any,
 ) -> Any:
-    """The TrainResult of the recipe's method; `options` are those that `train_sft` and `train_preference` share."""
+    """The TrainResult of the recipe's method; `options` are those that `train_sft` and `train_preference` share, and for
+    distil what the teacher says."""
     if recipe.train.method in PREFERENCE_METHODS:
         from finetune.training.preference import train_preference
 
@@ -86,9 +87,15 @@ def train_by_method(
             references=runs_root() / "references",
             **options,
         )
+    from finetune.distil.train import train_distil
     from finetune.training.sft import train_sft
 
-    return train_sft(
+    learns_text = recipe.distil is None or recipe.distil.way == "answers"
+    assert learns_text != ("teaching" in options), (
+        "a student of distributions has a teacher, and no other model has"
+    )
+    train_rows: Any = train_sft if learns_text else train_distil
+    return train_rows(
         recipe,
         model,
         tokenizer,

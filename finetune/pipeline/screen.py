@@ -14,6 +14,7 @@ from finetune.evaluation.gate import describe_difference
 from finetune.evaluation.repeats import noise_line
 from finetune.evaluation.screen import describe_means
 from finetune.paths import read_json
+from finetune.report.distillation import gap_sentence
 from finetune.units import format_bytes
 
 _MEANING = {
@@ -37,6 +38,7 @@ def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
             *_warnings(comparison),
             *_limits(comparison),
             *_suites(comparison),
+            *_gap(comparison),
             *_cost(comparison),
             f"verdict  {comparison['verdict'].upper()}: {_MEANING[comparison['verdict']]}{_basis(comparison)}",
             f"report   {report}",
@@ -130,6 +132,17 @@ def _suites(comparison: dict[str, Any]) -> list[str]:
         )
     claims = sum(one["role"] == "task" for one in comparison.get("suites", []))
     return [*lines, f"claims   {comparison['correction']['explained']}"] if claims > 1 else lines
+
+
+def _gap(comparison: dict[str, Any]) -> list[str]:
+    """How much of the way to its teacher a student has come, by the metric that decides each suite."""
+    lines = []
+    for suite in comparison.get("suites", []):
+        metric = suite["primary_metric"]
+        found = suite.get("gap", {}).get("metrics", {}).get(metric)
+        if found is not None:
+            lines.append(f"teacher  {suite['suite']}, {metric}: {' '.join(gap_sentence(found).split())}")
+    return lines
 
 
 def _cost(comparison: dict[str, Any]) -> list[str]:

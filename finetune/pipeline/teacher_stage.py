@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.digest import digest_json
 from finetune.evaluation.suite_data import SuiteData
-from finetune.pipeline.distil import FACTS, UNKNOWN_LICENCE, facts_digest, teacher_answers, write_facts
-from finetune.pipeline.stages import RunContext
+from finetune.paths import write_json
+from finetune.pipeline.distil import (
+    CACHE_FACTS,
+    FACTS,
+    UNKNOWN_LICENCE,
+    facts_digest,
+    teacher_answers,
+    write_facts,
+)
+from finetune.pipeline.methods import plain_rows
+from finetune.pipeline.stages import RunContext, TrainingRows
+from finetune.pipeline.teacher_cache import RecipeCache, cache_facts
 
 
 def teacher_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
@@ -30,12 +39,28 @@ def teacher_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             "teacher": key,
             "suite": data.suite.digest,
             "items": data.digest,
-            "template": digest_json(context.tokenizer.chat_template),
         }
 
         def work(outputs: list[Path], data: SuiteData = data) -> None:
             target = context.folder / "baseline" / data.suite.name
-            outputs += teacher_answers(inputs, context.tokenizer, data, target, context.say)
+            outputs += teacher_answers(inputs, data, target, context.say)
 
         name = data.suite.name
         context.stage(f"teacher {name}", depends_on, work, f"teacher: {name}, {len(data.items)} items")
+
+
+def cache_stage(context: RunContext, rows: TrainingRows) -> None:
+    """Run the teacher over the train rows once, where the recipe learns from a cache; runs share what is there."""
+    section = context.inputs.recipe.distil
+    if section is None or section.way != "logits" or section.targets != "cache":
+        return
+    cache = RecipeCache.of(context.inputs, context.tuned.tokenizer, plain_rows(rows.train))
+
+    def work(outputs: list[Path]) -> None:
+        manifest = cache.fill(context.say)
+        path = context.folder / CACHE_FACTS
+        write_json(path, cache_facts(cache, manifest))
+        outputs.append(path)
+
+    announcement = f"teacher cache: top {cache.coding.k} at every target, {cache.coding.formula()}"
+    context.stage("teacher cache", {"cache": cache.folder.name}, work, announcement)

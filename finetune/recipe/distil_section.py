@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from finetune.recipe.adapter_section import AdapterSection
+from finetune.recipe.adapter_section import VIRTUAL_TOKENS, AdapterSection
 from finetune.recipe.constraints import refused
 from finetune.recipe.model_section import ModelSection
 from finetune.recipe.section import Count, Section, Share
@@ -111,6 +111,22 @@ class TeacherCacheSection(Section):
         description="Temperatures whose log-normaliser is kept, so that a later run may use any of them; the loss's own is always "
         "among them.",
     )
+    coverage: Share = Field(
+        0.0, description="The least mean probability that the k tokens together must have; less is an error."
+    )
+
+
+class OnPolicySection(Section):
+    """How the student answers the prompts that it then learns from, with `way: on_policy`."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="λ of GKD: share of the micro-batches that the student answers; the others keep the dataset's answers.",
+    )
+    temperature: Temperature = Field(1.0, description="Of the student's sampling.")
+    max_new_tokens: Count = Field(
+        128, description="Longest sampled answer; a longer one is cut and learnt from as it is."
+    )
 
 
 class StudentSection(Section):
@@ -145,21 +161,47 @@ class DistilSection(Section):
 
     teacher: TeacherSection
     student: StudentSection = Field(default_factory=StudentSection)
-    way: Literal["logits"] = Field(
+    way: Literal["logits", "on_policy", "answers"] = Field(
         "logits",
         description="What the student learns from. `logits`: the teacher's distribution at every target token of the dataset's "
-        "answers.",
+        "answers. `on_policy`: the same at every token of what the student itself answers (see `on_policy`), with `targets: live`. "
+        "`answers`: the teacher's own answers as text, generated and filtered by the dataset's spec (`kind: generated`, "
+        "`write: chat`); with several answers to a prompt and a check, this is how reasoning is passed on.",
     )
     targets: Literal["cache", "live"] = Field(
-        "live",
+        "cache",
         description="`cache`: the teacher runs once and what it says is kept (see `cache`); `live`: it runs beside the student at "
         "every step, and its whole distribution counts.",
     )
     loss: DistilLossSection = Field(default_factory=DistilLossSection)
+    on_policy: OnPolicySection = Field(default_factory=OnPolicySection)
     cache: TeacherCacheSection = Field(default_factory=TeacherCacheSection)
 
     @model_validator(mode="after")
     def _sound(self) -> DistilSection:
+        if self.way == "answers":
+            for key in ("targets", "loss", "cache"):
+                default = type(self).model_fields[key].get_default(call_default_factory=True)
+                if getattr(self, key) != default:
+                    raise refused(
+                        key, "way answers learns text, with train.loss", fix=f"leave out distil.{key}"
+                    )
+        if self.way == "on_policy" and self.targets == "cache":
+            raise refused(
+                "targets", "what the student will say cannot be cached", fix="set distil.targets: live"
+            )
+        if self.way == "on_policy" and self.loss.answer_weight:
+            raise refused(
+                "loss.answer_weight",
+                "the student's own samples are no answers to copy",
+                fix="leave out distil.loss.answer_weight",
+            )
+        if self.way != "on_policy" and self.on_policy != OnPolicySection():
+            raise refused(
+                "on_policy",
+                f"way {self.way} samples nothing",
+                fix="leave it out, or set distil.way: on_policy",
+            )
         if self.targets == "live" and self.cache != TeacherCacheSection():
             raise refused(
                 "cache",
@@ -185,7 +227,7 @@ def check_distil_agrees(
         )
     if distil is None:
         return
-    if not train.loss.is_plain or train.loss.neftune_alpha:
+    if distil.way != "answers" and (not train.loss.is_plain or train.loss.neftune_alpha):
         raise refused("train.loss", "the loss of distil is distil.loss", fix="leave out train.loss")
     if train.auto:
         raise refused(
@@ -193,11 +235,21 @@ def check_distil_agrees(
             "the batching of distil is not searched, only that of sft",
             fix="set train.auto: false and give micro_batch_size and gradient_accumulation_steps",
         )
-    if model.new_tokens:
+    if distil.way != "answers" and model.new_tokens:
         raise refused(
             "model.new_tokens",
             "the teacher has no probability for tokens that only the student knows",
             fix="leave out model.new_tokens",
+        )
+    if distil.way == "on_policy" and train.batch_ramp is not None:
+        raise refused(
+            "train.batch_ramp", "way on_policy trains with one global batch", fix="leave out train.batch_ramp"
+        )
+    if distil.way == "on_policy" and adapter.kind in VIRTUAL_TOKENS:
+        raise refused(
+            "adapter.kind",
+            f"a student with the virtual tokens of {adapter.kind} cannot answer while it trains",
+            fix="use adapter.kind: lora",
         )
     if distil.student.layers is not None and adapter.start is not None:
         raise refused(

@@ -9,7 +9,7 @@ from pydantic import Field
 from finetune.recipe.constraints import refused
 from finetune.recipe.section import Section, Share
 
-Method = Literal["sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward"]
+Method = Literal["sft", "distil", "dpo", "kto", "orpo", "cpo", "simpo", "reward"]
 PAIR_METHODS: tuple[Method, ...] = ("dpo", "orpo", "cpo", "simpo", "reward")
 PREFERENCE_METHODS: tuple[Method, ...] = (*PAIR_METHODS, "kto")
 REFERENCE_METHODS: tuple[Method, ...] = ("dpo", "kto")

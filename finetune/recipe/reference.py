@@ -62,13 +62,29 @@ def recipe_json_schema() -> dict[str, Any]:
     """
     schema = RecipeFile.model_json_schema()
     required = [key for key in schema.pop("required") if key != "name"]
-    below = {}
-    for key in required:
-        section = schema["$defs"][schema["properties"][key]["$ref"].rpartition("/")[2]]
-        below[key] = {"required": section.pop("required")}
+    needed = _requirements(schema["properties"], schema["$defs"])
+    for section in schema["$defs"].values():
+        section.pop("required", None)
     schema["if"] = {"properties": {"extends": {"type": "null"}}}
-    schema["then"] = {"required": required, "properties": below}
+    schema["then"] = {"required": required, "properties": needed}
     return schema
+
+
+def _requirements(properties: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Key -> what JSON Schema demands of the section below it, once the section is there."""
+    found: dict[str, Any] = {}
+    for key, held in properties.items():
+        for one in (held, *held.get("anyOf", ())):
+            if "$ref" not in one:
+                continue
+            section = sections[one["$ref"].rpartition("/")[2]]
+            below = _requirements(section.get("properties", {}), sections)
+            demand = {name: value for name in ("required",) if (value := section.get(name))}
+            if below:
+                demand["properties"] = below
+            if demand:
+                found[key] = demand
+    return found
 
 
 def section_tables(

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from finetune.recipe.adapter_section import AdapterSection
 from finetune.recipe.agreement import check_preference_agrees, check_sections_agree
 from finetune.recipe.constraints import refused
+from finetune.recipe.distil_section import DistilSection, check_distil_agrees
 from finetune.recipe.model_section import ModelSection
 from finetune.recipe.section import Count, Section, Share
 from finetune.recipe.train_section import TrainSection
@@ -138,6 +139,7 @@ class Recipe(Section):
     adapter: AdapterSection = Field(default_factory=AdapterSection)
     data: DataSection
     train: TrainSection = Field(default_factory=TrainSection)
+    distil: DistilSection | None = Field(None, description="Who teaches; with `train.method: distil`.")
     eval: EvalSection
     profile: str | None = Field(None, description="Name of an entry of `profiles` to apply.")
     profiles: dict[str, dict[str, Override]] = Field(
@@ -150,6 +152,7 @@ class Recipe(Section):
         check_preference_agrees(
             self.adapter, self.train, long_rows=self.data.long_rows, train_on=self.data.train_on
         )
+        check_distil_agrees(self.model, self.adapter, self.train, self.distil)
         return self
 
 
@@ -172,6 +175,7 @@ __all__ = [
     "AdapterSection",
     "Count",
     "DataSection",
+    "DistilSection",
     "EvalSection",
     "ModelSection",
     "PricesSection",

@@ -39,7 +39,10 @@ def read_distillation(run: RunFiles) -> Distillation | None:
     )
     return Distillation(
         tables=tuple(_table(run, suite, facts) for suite in run.suites if run.arm(suite, _TEACHER)),
-        gaps=tuple(line for suite in run.suites for line in _gap_lines(run, suite)),
+        gaps=(
+            *(line for suite in run.suites for line in _gap_lines(run, suite)),
+            *(line for one in as_list(facts.get("generated")) for line in _generated_lines(as_dict(one))),
+        ),
         teacher=_teacher_sentence(facts, teacher, student, licence),
         warnings=warnings,
     )
@@ -52,11 +55,13 @@ def _teacher_sentence(facts: Record, teacher: Record, student: Record, licence: 
     if cut:
         parts.append(f"student cut from its layers {', '.join(map(str, cut))}")
     loss, way = as_dict(facts.get("loss")), as_text(facts.get("way"))
-    if way == "logits" and loss:
+    if way != "answers" and loss:
         temperature = significant(loss.get("temperature"))
         parts.append(
             f"{words(str(loss.get('kind')))} at temperature {temperature}, targets {facts.get('targets')}"
         )
+    if way == "on_policy":
+        parts.append("over answers that the student sampled itself")
     return "; ".join(parts) + "."
 
 
@@ -110,3 +115,31 @@ def gap_sentence(found: Record) -> str:
         return f"{closed} of the gap to the teacher closed, without an interval: {reason} (n{NBSP}{n})"
     confidence = share(found.get("confidence"), 0)
     return f"{closed} of the gap to the teacher closed ({confidence} interval {low} to {high}, n{NBSP}{n})"
+
+
+_DIFFICULTIES = {
+    "never": "none of the answers pass",
+    "hard": "up to a third",
+    "medium": "up to two thirds",
+    "easy": "more",
+    "always": "all",
+}
+
+
+def _generated_lines(found: Record) -> list[str]:
+    """The teacher's answers that the student learnt from: how many passed the check, and by difficulty of the prompt."""
+    answers, rate = grouped(found.get("answers")), share(found.get("pass_rate"))
+    if answers is None or rate is None:
+        return []
+    use = "only they are learnt" if found.get("filter") is not False else "the filter is off: all are learnt"
+    counts = as_dict(found.get("difficulty"))
+    by = ", ".join(
+        f"{words_for} {grouped(as_dict(counts[name]).get('prompts'))}"
+        for name, words_for in _DIFFICULTIES.items()
+        if name in counts
+    )
+    name, rows = as_text(found.get("name")) or "not recorded", grouped(found.get("rows"))
+    return [
+        f"{name}: {answers} answers of the teacher, {rate} pass the check; {use}, {rows} rows. Prompts by how many of their "
+        f"answers pass: {by}"
+    ]

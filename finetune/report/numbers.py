@@ -170,12 +170,14 @@ _ARMS = {
     "zero_shot": "base, zero-shot",
     "few_shot": "base, few-shot",
     "start": "start",
+    "teacher": "teacher",
     "tuned": "tuned",
 }
 _ARMS_IN_PROSE = {
     "zero_shot": "the zero-shot base model",
     "few_shot": "the few-shot base model",
     "start": "the model it started from",
+    "teacher": "the teacher",
     "tuned": "the tuned model",
 }
 

@@ -19,7 +19,7 @@ from finetune.paths import read_json
 from finetune.telemetry.events import read_events
 
 Record = dict[str, Any]
-_ARM_ORDER = {"zero_shot": 0, "few_shot": 1, "start": 2, "tuned": 3}
+_ARM_ORDER = {"zero_shot": 0, "few_shot": 1, "start": 2, "teacher": 3, "tuned": 4}
 
 
 def as_dict(value: object) -> Record:
@@ -84,6 +84,7 @@ class RunFiles:
     power: Record = field(default_factory=dict)
     judges: tuple[Record, ...] = ()
     reviewed: tuple[Record, ...] = ()  # lines of eval/review.jsonl
+    distillation: Record = field(default_factory=dict)
 
     @property
     def suite_records(self) -> dict[str, Record]:
@@ -291,6 +292,7 @@ def read_run(folder: Path) -> RunFiles:
         arms=reader.arms(),
         later=reader.later(),
         power=reader.optional("baseline/power.json", "what the items could show is"),
+        distillation=reader.optional("distillation.json", "who taught is"),
         judges=tuple(reader.optional(path, "what the judge said is") for path in reader.judge_files()),
         gaps=tuple(reader.gaps),  # last: the readers above fill it
     )

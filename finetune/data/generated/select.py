@@ -105,7 +105,12 @@ def _drawn(seed: int, name: str) -> float:
 
 
 def _passed(one: AnsweredRow, keep: KeepSection) -> list[str]:
-    passed = list(dict.fromkeys(answer.text for answer in one.answers if answer.passed))
+    wanted = (
+        answer.text for answer in one.answers if answer.passed or not (keep.filter or not answer.text.strip())
+    )
+    passed = list(dict.fromkeys(wanted))
+    if keep.prefer == "shortest":
+        passed.sort(key=len)
     if not passed and keep.reference_as_chosen and one.row.answer:
         return [one.row.answer]
     return passed

@@ -109,3 +109,45 @@ def test_pass_rates_by_tag_name_the_worst_first() -> None:
         }
     }
     assert list(pass_rates(rows, ["intent"])["intent"]) == ["off", "on"]
+
+
+def chats_of(one: AnsweredRow, **keep: Any) -> list[str]:
+    found = select_rows([one], KeepSection(**keep), write="chat", seed=1)
+    return [record["messages"][-1]["content"] for record in found.records]
+
+
+def test_without_the_filter_every_answer_may_be_learnt_and_difficulty_is_still_told() -> None:
+    one = answered(["good"], ["bad", "", " "])
+    assert chats_of(one, rows_per_prompt=9) == ["good"]
+    assert chats_of(one, rows_per_prompt=9, filter=False) == ["good", "bad"]
+    selection = select_rows([one], KeepSection(filter=False), write="chat", seed=1)
+    assert list(selection.prompts) == ["hard"]
+
+
+def test_the_shortest_answers_that_pass_come_first() -> None:
+    one = answered(["a long way to it", "short", "a longer way still"], ["x"])
+    assert chats_of(one) == ["a long way to it"]
+    assert chats_of(one, prefer="shortest", rows_per_prompt=2) == ["short", "a long way to it"]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [({"sampling": {"answers": 1}}, "two answers"), ({"keep": {"filter": False}}, "is what passed")],
+)
+def test_pairs_need_two_answers_and_a_filter(section: dict[str, Any], message: str) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    from finetune.data.spec_source import GeneratedSource
+
+    source = {
+        "kind": "generated",
+        "name": "pairs",
+        "prompts": "home_intents",
+        "model": {"run": "runs/teacher"},
+        "verifier": {"kind": "hassil"},
+        **section,
+    }
+    reader = TypeAdapter(GeneratedSource)
+    with pytest.raises(ValidationError, match=message):
+        reader.validate_python(source)
+    assert reader.validate_python({**source, "write": "chat"}).write == "chat"

@@ -1,0 +1,117 @@
+"""The teacher cache of a recipe: which one it is, filling it, and handing it to the trainer. Kept under runs/teachers.
+
+A cache is named by everything that decides it, so recipes that differ in loss, learning rate or student share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.tokenise import TokenisedRow
+from finetune.digest import digest_json
+from finetune.distil.cache.coding import Coding, TopK
+from finetune.distil.cache.layout import CacheIdentity, CacheManifest, cache_key, rows_digest
+from finetune.distil.cache.read import CachedTeaching, TeacherCache
+from finetune.distil.cache.write import ModelSaying, Saying, cache_teacher, coding_of
+from finetune.distil.trainer import shared_vocabulary
+from finetune.paths import runs_root
+from finetune.pipeline.teacher import Teacher
+from finetune.recipe.distil_section import DistilSection
+from finetune.telemetry.progress import Progress
+
+if TYPE_CHECKING:
+    from finetune.pipeline.inputs import RunInputs
+
+Say = Callable[[str], None]
+
+
+class _LoadedWhenAsked:
+    """A teacher that is brought into memory by the first question: a complete cache asks none."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    @cached_property
+    def _saying(self) -> ModelSaying:
+        return ModelSaying(self._load())
+
+    def top_k(
+        self, rows: Sequence[TokenisedRow], coding: Coding, sample_every: int
+    ) -> tuple[TopK, dict[str, Any]]:
+        return self._saying.top_k(rows, coding, sample_every)
+
+
+@dataclass(frozen=True)
+class RecipeCache:
+    """The cache that a recipe needs for its tokenised train rows, made or not."""
+
+    teacher: Teacher
+    section: DistilSection
+    rows: Sequence[TokenisedRow]
+    identity: CacheIdentity
+    coding: Coding
+
+    @classmethod
+    def of(cls, inputs: RunInputs, tokenizer: Any, rows: Sequence[TokenisedRow]) -> RecipeCache:
+        """tokenizer: the student's. Raises UserError where the teacher has other tokens, and for a k above the vocabulary."""
+        assert inputs.teacher is not None and inputs.recipe.distil is not None
+        teacher, section = inputs.teacher, inputs.recipe.distil
+        n_vocabulary = shared_vocabulary(tokenizer, teacher.load_tokenizer())
+        identity = CacheIdentity(
+            teacher=teacher.key(section.teacher.dtype),
+            tokenizer=digest_json(tokenizer.get_vocab()),
+            data=rows_digest(rows),
+            teacher_name=teacher.name,
+        )
+        coding = coding_of(
+            k=section.cache.k,
+            vocabulary=n_vocabulary,
+            dtype=section.cache.dtype,
+            temperatures=[section.loss.temperature, *section.cache.temperatures],
+        )
+        return cls(teacher, section, rows, identity, coding)
+
+    @property
+    def folder(self) -> Path:
+        return runs_root() / "teachers" / cache_key(self.identity, self.coding)[:16]
+
+    def fill(self, say: Say, saying: Saying | None = None) -> CacheManifest:
+        """Make what is missing of the cache; nothing is loaded when it is complete. saying: who speaks for the teacher, such
+        as a server; without it the teacher is loaded here."""
+        saying = saying or _LoadedWhenAsked(lambda: self.teacher.load(dtype=self.section.teacher.dtype))
+        total = sum(row.n_targets for row in self.rows)
+        with Progress("teacher cache", total, "targets") as progress:
+            return cache_teacher(
+                saying,
+                self.rows,
+                self.folder,
+                identity=self.identity,
+                coding=self.coding,
+                least_coverage=self.section.cache.coverage,
+                say=say,
+                progress=progress.advance,
+            )
+
+    def teaching(self, say: Say) -> CachedTeaching:
+        """What the trainer reads; the cache is filled first where something of it is missing or damaged."""
+        self.fill(say)
+        cache = TeacherCache.open(self.folder, self.rows, self.identity, verify=False)
+        return CachedTeaching(cache, self.section.loss.temperature)
+
+
+def cache_facts(cache: RecipeCache, manifest: CacheManifest) -> dict[str, Any]:
+    """What people want to know of a finished cache."""
+    found = manifest.to_dict()
+    kept = ("key", "complete", "bytes_per_target", "rows", "targets", "coverage", "reconstruction")
+    return {
+        "folder": str(cache.folder),
+        "teacher": cache.teacher.name,
+        "k": cache.coding.k,
+        "formula": cache.coding.formula(),
+        "bytes_on_disk": manifest.bytes_on_disk,
+        **{name: found[name] for name in kept if name in found},
+    }
