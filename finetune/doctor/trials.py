@@ -39,6 +39,7 @@ RESUME_STEPS, RESUME_ROWS = 3, 3
 OVERFIT_ROWS, OVERFIT_STEPS = 8, 40
 LEARNT_NATS = 0.1  # a target: the model gives the right token more than nine times in ten
 _OVERFIT_SECONDS = 40.0
+_FEW_STEPS = 10  # too few to tell that nothing is learnt
 _FALLS = 0.5  # what a working training reaches at least: half of the first loss
 # On a GPU sums are added up in another order every time; on the CPU nothing of a resume may differ.
 _GPU_RESUME_LIMIT = 1e-2
@@ -99,8 +100,10 @@ class Trials:
             micro_batch_size=1,
             pack_tokens=longest,
         )
+        start = _copied(self.model) if self.learns_pairs else {}  # what the reference of a pair is taken from
         with _folder() as whole, _folder() as continued:
             self.train(settled, self.model, rows, whole, ())
+            _restore(self.model, start)
             checkpoint = f"step-{RESUME_STEPS - 1}"
             shutil.copytree(whole / "checkpoints" / checkpoint, continued / "checkpoints" / checkpoint)
             self.train(settled, self.model, rows, continued, ())
@@ -227,10 +230,10 @@ def judge_overfit(
     said = f"loss {_shown(first['loss'])} to {_shown(last['loss'])} in {len(steps)} steps"
     if is_learnt(last, pairs=pairs):
         return ok(name, said)
-    if was_cut_short and _number(last["loss"]) < _number(first["loss"]):
+    if was_cut_short and (len(steps) < _FEW_STEPS or _number(last["loss"]) < _number(first["loss"])):
         return warning(
             name,
-            f"{said}; stopped after {_OVERFIT_SECONDS:.0f} s, when the loss was falling",
+            f"{said}; their time of {_OVERFIT_SECONDS:.0f} s was over",
             "nothing has to be done if the other checks pass; on an idle machine the check comes to its end",
         )
     fell = _number(last["loss"]) <= _FALLS * _number(first["loss"])
@@ -323,6 +326,17 @@ def _folder() -> Iterator[Path]:
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal in the type that was saved: a whole model is kept in its own type."""
     return torch.equal(one.to(other.dtype), other)
+
+
+def _copied(model: Any) -> dict[str, torch.Tensor]:
+    return {key: parameter.detach().clone() for key, parameter in trainable_parameters(model).items()}
+
+
+@torch.no_grad()
+def _restore(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    parameters = trainable_parameters(model)
+    for key, value in weights.items():
+        parameters[key].copy_(value)
 
 
 def _some(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

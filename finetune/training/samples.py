@@ -95,6 +95,7 @@ class SampleWriter(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._last_step = -1  # a training that goes back a few steps answers again
         if state.global_step == 0:
             self._write(0)
 
