@@ -9,11 +9,13 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
+from finetune.doctor.diagnosis import Diagnosis, diagnose
 from finetune.report.numbers import finite, grouped, share, significant, whole
-from finetune.report.read import Record, RunFiles, as_dict
+from finetune.report.read import Record, RunFiles, as_dict, as_list
 from finetune.report.svg import Guide, Series, line_plot
 from finetune.units import format_duration
 
+_MARKS_A_FINDING = 20
 _BUCKETS = 300  # at most two points each are drawn
 _LOG_WHEN_RANGE_EXCEEDS = 30.0
 Points = list[tuple[float, float | None]]
@@ -39,6 +41,7 @@ class Curves:
     facts: tuple[tuple[str, str | None], ...]
     remarks: tuple[str, ...]
     n_steps: int
+    findings: tuple[Diagnosis, ...] = ()
 
 
 def read_curves(run: RunFiles) -> Curves:
@@ -49,8 +52,14 @@ def read_curves(run: RunFiles) -> Curves:
         for event in run.events
         if event.get("event") == "resume" and (step := whole(event.get("step"))) is not None
     ]
+    marks += [
+        (float(step), f"rewound to step {step}")
+        for event in run.events
+        if event.get("event") == "rewind" and (step := whole(event.get("step"))) is not None
+    ]
+    findings = tuple(diagnose(run.events)) if steps else ()
     plots = (
-        _loss_plot(steps, validations, marks),
+        _loss_plot(steps, validations, marks, _marked(findings)),
         *_preference_plots(steps, marks),
         _plain_plot(
             "gradient",
@@ -76,7 +85,14 @@ def read_curves(run: RunFiles) -> Curves:
             "throughput", "Throughput", "tokens/s", "tokens_per_second", steps, marks, from_zero=True
         ),
     )
-    return Curves(plots, _facts(run, steps, validations), tuple(_remarks(run.events, steps)), len(steps))
+    return Curves(
+        plots, _facts(run, steps, validations), tuple(_remarks(run.events, steps)), len(steps), findings
+    )
+
+
+def _marked(findings: Sequence[Diagnosis]) -> list[tuple[float, str]]:
+    """Where the loss curve shows what was found: (step, name)."""
+    return [(float(step), one.title) for one in findings for step in one.steps[:_MARKS_A_FINDING]]
 
 
 def _by_step(events: Sequence[Record], kind: str) -> list[Record]:
@@ -142,7 +158,12 @@ def _target_tokens_of_each(events: Sequence[Record]) -> list[float]:
     return steps if all(step > 0 for step in steps) else [1.0] * len(totals)
 
 
-def _loss_plot(steps: list[Record], validations: list[Record], marks: list[tuple[float, str]]) -> Plot:
+def _loss_plot(
+    steps: list[Record],
+    validations: list[Record],
+    marks: list[tuple[float, str]],
+    findings: list[tuple[float, str]],
+) -> Plot:
     window = min(51, len(steps) // 15) // 2 * 2 + 1  # odd, so that it has a middle
     raw = _points(steps, "loss")
     train = [Series("train", "train" if window == 1 else "raw", thinned(raw))]
@@ -156,7 +177,7 @@ def _loss_plot(steps: list[Record], validations: list[Record], marks: list[tuple
         legend.append(("validation", "validation" if pairs else "validation, token-weighted"))
     series = [*train, validation]
     label = _describe("Loss", [("training", raw), ("validation", _points(validations, "loss"))])
-    drawing = line_plot(series, label=label, height=250, events=marks)
+    drawing = line_plot(series, label=label, height=250, events=marks, findings=findings)
     unit = "mean over examples" if pairs else "mean over target tokens, nats"
     return Plot("loss", "Loss", unit, drawing, tuple(legend), "No step has a loss.")
 
@@ -280,6 +301,15 @@ def _losses_by_source(validations: list[Record]) -> list[tuple[str, str | None]]
     ]
 
 
+def _rewound(event: Record) -> str:
+    """One rewind in a sentence."""
+    reason = "a loss or gradient that was not finite" if event.get("reason") == "not_finite" else "divergence"
+    rows = [str(row) for row in as_list(event.get("rows"))]
+    factor = finite(event.get("rate_factor"))
+    remedy = f"without rows {', '.join(rows[:20])}" if rows else f"with {factor or 0.0:g} of the rate"
+    return f"After {reason} at step {whole(event.get('onset'))} the run went back to step {whole(event.get('step'))} and on {remedy}."
+
+
 def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:
     remarks = []
     n_not_finite = sum(finite(event.get("loss")) is None for event in steps)
@@ -291,6 +321,7 @@ def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:
     if n_resumes:
         times = "once" if n_resumes == 1 else f"{n_resumes} times"
         remarks.append(f"The run was resumed {times} (dotted lines).")
+    remarks += [_rewound(event) for event in events if event.get("event") == "rewind"]
     if len(steps) > 2 * _BUCKETS:
         remarks.append(
             f"Curves are thinned from {len(steps):,} steps; lowest and highest of each stretch are kept."

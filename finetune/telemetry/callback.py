@@ -154,7 +154,8 @@ class TelemetryCallback(TrainerCallback):
             "data_position": data_position(epoch, self.n_examples),
             "tokens": self.total_tokens,
             "target_tokens": self.total_targets,
-            "loss": tally.loss,
+            # Of a step whose rows were all left out there is none; 0 would be a lie.
+            "loss": tally.loss if tally.n_targets or tally.n_examples else None,
             **tally.example_means(),
             "grad_norm": tally.grad_norm,
             "grad_norm_clipped": clipped_norm(tally.grad_norm, args.max_grad_norm),

@@ -98,7 +98,8 @@ class DivergenceWatch(TrainerCallback):
         self._rule, self._rows, self.trouble = DivergenceRule(), {}, None
         for event in events:
             if event["event"] == "step":
-                self._rule.add(float(event["loss"]))
+                if event["loss"] is not None:
+                    self._rule.add(float(event["loss"]))
                 self._rows[event["step"]] = tuple(event.get("rows", ()))
 
     def rows_before(self, step: int) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ class DivergenceWatch(TrainerCallback):
         step, tally = state.global_step, self._trainer.tally
         self._rows[step] = tuple(tally.rows)
         self._rows.pop(step - 2 * STEPS, None)
-        if self._rule.add(tally.loss):
+        if (tally.n_targets or tally.n_examples) and self._rule.add(tally.loss):
             onset = step - STEPS + 1
             self.trouble = Trouble(onset, step, "diverged", self.rows_before(onset))
             control.should_training_stop = True

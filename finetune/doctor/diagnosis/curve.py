@@ -85,19 +85,19 @@ def read_curve(events: Sequence[Event]) -> Curve:
     def column(name: str, source: Sequence[Event] = steps) -> FloatArray:
         return np.asarray([_number(event.get(name)) for event in source], dtype=np.float64)
 
-    loss, grad_norm = column("loss"), column("grad_norm")
-    told = np.asarray([[name in event for name in ("loss", "grad_norm")] for event in steps], dtype=bool)
-    broken = ~np.isfinite(np.stack([loss, grad_norm], axis=1)) if steps else np.zeros((0, 2), dtype=bool)
     return Curve(
         step=np.asarray([event["step"] for event in steps], dtype=np.int64),
-        loss=loss,
-        grad_norm=grad_norm,
+        loss=column("loss"),
+        grad_norm=column("grad_norm"),
         update_ratio=column("update_ratio"),
         rate=column("learning_rate"),
         speed=column("tokens_per_second"),
         epoch=column("epoch"),
         loss_scale=column("loss_scale"),
-        is_overflow=(broken & told.reshape(broken.shape)).any(axis=1),
+        is_overflow=np.asarray(
+            [_is_not_finite(event.get("loss")) or _is_not_finite(event.get("grad_norm")) for event in steps],
+            dtype=bool,
+        ),
         rows=tuple(_ids(event.get("rows")) for event in steps),
         worst_row=tuple(str(event.get("worst_row", "")) for event in steps),
         worst_row_loss=column("worst_row_loss"),
@@ -115,6 +115,11 @@ def _by_step(events: Sequence[Event], kind: str) -> list[Event]:
         if event.get("event") == kind and isinstance(event.get("step"), int)
     }
     return [found[step] for step in sorted(found)]
+
+
+def _is_not_finite(value: Any) -> bool:
+    """A number that was not finite when it was written; what is missing or of another kind says nothing."""
+    return value in ("nan", "inf", "-inf") or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _number(value: Any) -> float:

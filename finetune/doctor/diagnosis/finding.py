@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ class Diagnosis:
     severity: Severity
     why: str
     remedy: str
-    evidence: dict[str, float | int | str] = field(default_factory=dict)
+    evidence: Mapping[str, float | int | str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()
 

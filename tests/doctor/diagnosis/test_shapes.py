@@ -1,0 +1,249 @@
+"""Every shape is named from a curve that has it, with its evidence, and not from one beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from finetune.doctor.diagnosis import diagnose, new_findings
+from finetune.doctor.diagnosis.finding import PRECEDENCE, TITLES
+
+Events = list[dict[str, Any]]
+Make = Callable[..., Events]
+
+
+def falling(step: int) -> float:
+    return 0.5 + 2.0 * math.exp(-step / 30)
+
+
+def first_shape(events: Events) -> str:
+    return diagnose(events)[0].shape
+
+
+def test_a_falling_loss_is_healthy(make_events: Make) -> None:
+    (only,) = diagnose(make_events(falling))
+    assert only.shape == "healthy" and not only.is_alarm
+    assert only.evidence["steps"] == 120
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_alarm(make_events: Make, seed: int) -> None:
+    assert not any(one.is_alarm for one in diagnose(make_events(falling, noise=0.1, seed=seed)))
+
+
+def test_a_plateau_then_a_fall_is_nothing_to_act_on(make_events: Make) -> None:
+    found = diagnose(make_events(lambda step: 2.5 if step < 50 else 2.5 - 0.025 * (step - 50)))
+    assert found[0].shape == "plateau_then_fall" and found[0].severity == "note"
+    assert 45 <= found[0].steps[0] <= 75
+
+
+def test_a_single_spike_names_its_step_and_its_worst_row(make_events: Make) -> None:
+    events = make_events(
+        lambda step: 5.0 if step == 70 else falling(step),
+        worst_row=lambda step: f"row-{step}",
+        worst_row_loss=lambda step: 9.0 if step == 70 else 3.0,
+    )
+    (spike,) = diagnose(events)
+    assert spike.shape == "spike" and spike.steps == (70,) and spike.rows == ("row-70",)
+
+
+def test_spikes_of_the_same_row_name_it_and_no_other(make_events: Make) -> None:
+    bad = {22, 55, 88}
+    events = make_events(
+        lambda step: falling(step) + (1.5 if step in bad else 0.0),
+        worst_row=lambda step: "poison" if step in bad else f"row-{step % 30}",
+        worst_row_loss=lambda step: 9.0 if step in bad else 3.0 + 0.1 * (step % 7),
+    )
+    found = diagnose(events)
+    assert found[0].shape == "recurring_spikes"
+    assert found[0].rows == ("poison",) and set(found[0].steps) == bad
+    assert "spike" not in {one.shape for one in found}  # said once
+
+
+def test_spikes_of_different_rows_do_not_recur(make_events: Make) -> None:
+    bad = {22, 55, 88}
+    events = make_events(
+        lambda step: falling(step) + (1.5 if step in bad else 0.0),
+        worst_row=lambda step: f"row-{step}",
+        worst_row_loss=lambda step: 9.0 if step in bad else 3.0,
+    )
+    assert first_shape(events) == "spike"
+
+
+@pytest.mark.parametrize("after", [4.0, 2.0])
+def test_a_rise_that_stays_is_a_divergence(make_events: Make, after: float) -> None:
+    """Above where it began, or only far above where it had come to."""
+    found = diagnose(make_events(lambda step: falling(step) if step < 80 else after))
+    assert found[0].shape == "divergence" and found[0].severity == "fault"
+    assert abs(found[0].steps[0] - 80) <= 2
+    assert "checkpoint" in found[0].remedy
+
+
+def test_updates_that_tear_the_weights_apart_are_a_divergence(make_events: Make) -> None:
+    events = make_events(lambda step: 3.0 if step < 3 else 4.5 if step < 9 else 2.9, update_ratio=0.4)
+    assert first_shape(events) == "divergence"
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence_and_in_fp16_an_overflow(make_events: Make) -> None:
+    events = make_events(falling)
+    for event in events:
+        if event["event"] == "step" and event["step"] > 60:
+            event["loss"], event["grad_norm"] = "nan", "inf"
+    assert first_shape(events) == "divergence"
+    for event in events:
+        event["loss_scale"] = 65536.0
+    assert first_shape(events) == "fp16_overflow"
+
+
+@pytest.mark.parametrize(("n_overflows", "shape"), [(3, "healthy"), (12, "fp16_overflow")])
+def test_a_loss_scale_may_search_at_the_start(make_events: Make, n_overflows: int, shape: str) -> None:
+    events = make_events(
+        falling,
+        grad_norm=lambda step: "inf" if step <= n_overflows else 1.0,
+        loss_scale=lambda step: 65536.0 / 2 ** min(step, n_overflows),
+    )
+    assert first_shape(events) == shape
+
+
+def test_a_run_that_was_stopped_says_why(make_events: Make) -> None:
+    events = [*make_events(falling, n=8), {"event": "stop", "step": 9, "reason": "not_finite", "onset": 9}]
+    (found,) = [one for one in diagnose(events) if one.is_alarm]
+    assert found.shape == "divergence" and found.steps == (9,)
+
+
+def test_overfitting_names_the_best_step(make_events: Make) -> None:
+    events = make_events(
+        lambda step: 2.0 * math.exp(-step / 40), validation=lambda step: 1.5 + ((step - 40) / 60) ** 2
+    )
+    found = diagnose(events)
+    assert found[0].shape == "overfitting" and found[0].steps == (40,)
+    assert found[0].evidence["lowest_at_step"] == 40
+
+
+def test_validation_that_follows_is_no_overfitting(make_events: Make) -> None:
+    events = make_events(falling, validation=lambda step: falling(step) + 0.1)
+    assert first_shape(events) == "healthy"
+
+
+class TestFlat:
+    """Both flat, told apart by what arrives."""
+
+    def test_no_gradient(self, make_events: Make) -> None:
+        found = diagnose(make_events(lambda step: 2.4, grad_norm=0.0, update_ratio=0.0))
+        assert [one.shape for one in found] == ["no_signal"]
+        assert "nothing arrives" in found[0].why
+
+    def test_a_gradient_without_movement(self, make_events: Make) -> None:
+        found = diagnose(make_events(lambda step: 2.4, update_ratio=0.0))
+        assert [one.shape for one in found] == ["no_signal"]
+        assert "do not move" in found[0].why
+
+    def test_little_movement(self, make_events: Make) -> None:
+        assert first_shape(make_events(lambda step: 2.4, update_ratio=5e-6)) == "rate_too_low"
+
+    def test_movement_and_a_high_loss(self, make_events: Make) -> None:
+        assert first_shape(make_events(lambda step: 2.4)) == "data_too_hard"
+
+    def test_movement_and_a_low_loss(self, make_events: Make) -> None:
+        assert first_shape(make_events(lambda step: 0.4)) == "data_too_easy"
+
+    def test_a_warm_up_that_still_goes_on_says_nothing_yet(self, make_events: Make) -> None:
+        events = make_events(
+            lambda step: 2.4, n=40, learning_rate=lambda step: step * 1e-6, update_ratio=1e-6
+        )
+        assert first_shape(events) == "healthy"
+
+
+def test_a_loss_near_zero_from_the_start(make_events: Make) -> None:
+    found = diagnose(make_events(lambda step: 0.01, noise=0.001))
+    assert [one.shape for one in found] == ["near_zero_loss"]
+
+
+def test_a_loss_that_comes_down_to_zero_is_healthy(make_events: Make) -> None:
+    assert first_shape(make_events(lambda step: 2.0 * math.exp(-step / 15), noise=0.002)) == "healthy"
+
+
+class TestOrder:
+    @staticmethod
+    def sawtooth(step: int) -> float:
+        return 2.0 - 0.04 * (step % 30)
+
+    def test_rises_in_a_sorted_order(self, make_events: Make) -> None:
+        events = make_events(self.sawtooth, rows=lambda step: [f"row-{step * 2}", f"row-{step * 2 + 1}"])
+        found = diagnose(events)
+        assert found[0].shape == "regular_steps" and found[0].evidence["order_of_rows"] == "sorted"
+        assert [abs(step - 30 * k) <= 2 for k, step in enumerate(found[0].steps, start=1)] == [True] * 3
+
+    def test_the_same_pattern_every_epoch(self, make_events: Make) -> None:
+        events = make_events(
+            lambda step: 2.0 + 0.4 * math.sin(step / 40 * 2 * math.pi),
+            per_epoch=40,
+            rows=lambda step: [f"{'abcdefgh'[step * 7 % 8]}-{step % 40}x"],
+        )
+        found = diagnose(events)
+        assert found[0].shape == "regular_steps" and found[0].evidence["order_of_rows"] == "repeated"
+
+    def test_in_a_shuffled_order_it_is_something_else(self, make_events: Make) -> None:
+        order = random.Random(1).sample(range(1000), 240)
+        events = make_events(
+            self.sawtooth, rows=lambda step: [f"row-{order[2 * step - 2]}", f"row-{order[2 * step - 1]}"]
+        )
+        assert "regular_steps" not in {one.shape for one in diagnose(events)}
+
+    def test_steps_down_at_epochs_are_a_note(self, make_events: Make) -> None:
+        events = make_events(lambda step: 2.0 - 0.5 * ((step - 1) // 40), per_epoch=40)
+        shapes = {one.shape: one for one in diagnose(events)}
+        assert "epoch_steps" in shapes and not shapes["epoch_steps"].is_alarm
+        assert shapes["epoch_steps"].evidence["steps_down"] == 2
+
+
+class TestSpeed:
+    def test_a_slow_leak(self, make_events: Make) -> None:
+        events = make_events(falling, tokens_per_second=lambda step: 1000.0 / (1 + step / 120))
+        found = diagnose(events)
+        assert found[0].shape == "throughput_leak"
+        assert 0.3 < found[0].evidence["decline"] < 0.5  # a half, between the means of the ends
+
+    @pytest.mark.parametrize(
+        "speed",
+        [lambda step: 1000.0 if step < 60 else 500.0, lambda step: 600.0 if 40 < step < 70 else 1000.0],
+        ids=["once slower", "a slow stretch"],
+    )
+    def test_one_event_is_no_leak(self, make_events: Make, speed: Callable[[int], float]) -> None:
+        assert first_shape(make_events(falling, tokens_per_second=speed)) == "healthy"
+
+
+def test_few_steps_are_too_few(make_events: Make) -> None:
+    (only,) = diagnose(make_events(falling, n=6))
+    assert only.shape == "too_short"
+    assert diagnose([])[0].shape == "too_short"
+
+
+def test_damaged_events_do_not_break_it(make_events: Make) -> None:
+    events = make_events(falling)
+    events[20] |= {"loss": None, "grad_norm": "x", "rows": 7, "worst_row": None, "update_ratio": True}
+    events[21] = {"event": "step", "step": "many"}
+    events[22] = {"event": "step", "step": 22}
+    assert first_shape(events) == "healthy"
+
+
+def test_an_answer_is_json_and_every_shape_has_a_rank(make_events: Make) -> None:
+    found = diagnose(make_events(lambda step: falling(step) if step < 80 else 4.0))
+    told = json.loads(json.dumps([one.to_dict() for one in found], allow_nan=False))
+    assert told[0]["shape"] == "divergence" and told[0]["steps"]
+    assert str(found[0]).startswith("fault   divergence: ")
+    assert set(PRECEDENCE) == set(TITLES)
+
+
+def test_while_a_run_goes_on_each_alarm_is_new_once_and_plateaus_wait(make_events: Make) -> None:
+    flat = make_events(lambda step: 2.4, n=60)
+    flat[0]["total_steps"] = 200
+    assert new_findings(flat, ()) == []
+    flat[0]["total_steps"] = 100
+    assert [one.shape for one in new_findings(flat, ())] == ["data_too_hard"]
+    assert new_findings(flat, {"data_too_hard"}) == []
