@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe.constraints import refused
+from finetune.recipe.divergence_section import OnDivergence, RewindSection
 from finetune.recipe.preference_section import Method, PreferenceSection, check_preference
+from finetune.recipe.samples_section import SamplesSection
 from finetune.recipe.section import Count, Section, Share
 
 OptimizerName = Literal[
@@ -101,7 +103,7 @@ class TrainSection(Section):
 
     method: Method = Field(
         "sft",
-        description="`sft`: learn the answers. From pairs: `dpo`, `orpo`, `cpo`, `simpo`, and `reward` (a model that scores). From "
+        description="`sft`: learn the answers. `distil`: learn from a teacher (see `distil`). From pairs: `dpo`, `orpo`, `cpo`, `simpo`, and `reward` (a model that scores). From "
         "answers that are wanted or not: `kto`.",
     )
     loss: LossSection = Field(default_factory=LossSection)
@@ -186,6 +188,15 @@ class TrainSection(Section):
         description="Stop after this many validations in a row that do not lower the loss beyond its noise; the result is then "
         "the best step.",
     )
+    on_divergence: OnDivergence = Field(
+        "stop",
+        description="When the loss stays above where it began for ten steps, or is not finite. `rewind`: back to the last good checkpoint, "
+        "and on as `rewind` says.",
+    )
+    rewind: RewindSection = Field(default_factory=RewindSection)
+    samples: SamplesSection | None = Field(
+        None, description="Write answers to fixed prompts while training; none: no answers."
+    )
     report_to: list[Literal["trackio", "wandb", "tensorboard", "mlflow"]] = Field(
         default_factory=list, description="Trackers to feed besides events.jsonl."
     )
@@ -208,6 +219,14 @@ class TrainSection(Section):
                 "decay_share",
                 "warm-up and decay together are longer than the run",
                 fix="lower one of the shares",
+            )
+        if self.samples is not None and self.method == "reward":
+            raise refused("samples", "a reward model writes no answers", fix="leave out train.samples")
+        if self.rewind.remedy == "skip_rows" and self.method not in ("sft", "distil"):
+            raise refused(
+                "rewind.remedy",
+                f"{self.method} learns from answers beside each other, of which none can be left out alone",
+                fix="set train.rewind.remedy: halve_rate",
             )
         ramp = self.batch_ramp
         if ramp is not None and ramp.start_accumulation >= self.gradient_accumulation_steps:

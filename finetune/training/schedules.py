@@ -15,9 +15,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from finetune.recipe.train_section import Schedule, TrainSection
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, settings: TrainSection, total_steps: int) -> LambdaLR:
-    """The recipe's schedule over every parameter group, each keeping its own multiple of the rate."""
-    return LambdaLR(optimizer, lambda step: rate_share(settings, step, total_steps))
+def build_schedule(
+    optimizer: torch.optim.Optimizer,
+    settings: TrainSection,
+    total_steps: int,
+    factor: Callable[[int], float] = lambda step: 1.0,
+) -> LambdaLR:
+    """The recipe's schedule over every parameter group, each keeping its own multiple of the rate; `factor` of the step is
+    what a rewind makes of it."""
+    return LambdaLR(optimizer, lambda step: rate_share(settings, step, total_steps) * factor(step))
 
 
 def rate_share(settings: TrainSection, step: int, total_steps: int) -> float:
