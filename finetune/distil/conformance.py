@@ -351,7 +351,7 @@ def sums_and_chunks() -> tuple[float, float, str]:
             states, head, teacher.part(start, stop), y[start:stop], kind="jsd", temperature=2.0, answer_weight=0.4,
             n_items=12, chunk_tokens=chunk,
         )  # fmt: skip
-        return float(value), torch.autograd.grad(value, states)[0]
+        return float(value.detach()), torch.autograd.grad(value, states)[0]
 
     plain = torch.nn.functional.linear(hidden, head)
     nll = torch.nn.functional.cross_entropy(plain, y, reduction="none")

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from finetune.distil.outcomes import bucket_log_probabilities, wide
 from finetune.distil.targets import TeacherTargets
 
 __all__ = [
@@ -151,56 +152,6 @@ def divergence(
     return values * temperature**2
 
 
-def bucket_log_probabilities(
-    student_logits: Tensor, teacher: TeacherTargets, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [n, m] of teacher and student over the same outcomes: V tokens, or k tokens and all others.
-
-    With k = V there are no others, and the teacher's k logits are normalised by themselves.
-    """
-    student = _wide(student_logits)
-    if teacher.logits is None:
-        teacher = teacher.part(0, len(teacher))
-    assert teacher.logits is not None
-    known = teacher.logits.to(student.dtype) / temperature
-    scaled = student / temperature if temperature != 1.0 else student
-    if teacher.ids is None:
-        if known.shape != student.shape:
-            raise ValueError(f"teacher logits {tuple(known.shape)}, student logits {tuple(student.shape)}")
-        return torch.log_softmax(known, dim=-1), torch.log_softmax(scaled, dim=-1)
-    top = scaled.gather(1, teacher.ids)
-    if teacher.ids.shape[1] == student.shape[1]:
-        return torch.log_softmax(known, dim=-1), torch.log_softmax(top, dim=-1)
-    assert teacher.logsumexp is not None
-    log_p = known - teacher.logsumexp.to(known.dtype)[:, None]
-    least = torch.finfo(teacher.logsumexp.dtype).eps
-    return _with_teacher_tail(log_p, least), _with_student_tail(scaled, top, teacher.ids)
-
-
-def _with_teacher_tail(log_p: Tensor, least: float) -> Tensor:
-    """Log-probabilities [n, k] of the teacher's top k, and behind them the log of the mass that they leave.
-
-    Rounded logits can add up to a little more than 1; they are scaled down to it then. A tail below `least`, the rounding
-    of the normaliser, is taken as that: a tail of nothing would make the reverse KL infinite.
-    """
-    covered = torch.logsumexp(log_p, dim=1, keepdim=True)
-    over = covered.clamp(min=0.0)
-    tail = (-torch.expm1(covered - over)).clamp(min=least).log()
-    return torch.cat([log_p - over, tail], dim=1)
-
-
-def _with_student_tail(scaled: Tensor, top: Tensor, ids: Tensor) -> Tensor:
-    """The same of the student, from its logits over T [n, V] and those of the teacher's top k [n, k].
-
-    The tail is summed for itself, not as 1 - Σ top: where the top holds nearly all mass, that would be rounding alone. The
-    filler is finite, and the tail's log-probability bounded, for rows whose tail is ruled out altogether (-inf).
-    """
-    limits = torch.finfo(scaled.dtype)
-    rest = torch.logsumexp(scaled.scatter(1, ids, limits.min / 4), dim=1, keepdim=True)
-    log_q = torch.log_softmax(torch.cat([top, rest], dim=1), dim=-1)
-    return torch.cat([log_q[:, :-1], log_q[:, -1:].clamp(min=math.log(limits.tiny))], dim=1)
-
-
 class DistillationLoss(NamedTuple):
     """`loss` is what is minimised. The sums over targets are for telemetry and have no gradient; a part of weight 0 is not
     computed, and its sum is NaN."""
@@ -314,10 +265,10 @@ class _ChunkedLoss(torch.autograd.Function):
         weights: Tensor | None,
         settings: _Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.float64 if head.dtype == torch.float64 else torch.float32
+        summed = torch.float64 if head.dtype == torch.float64 else torch.float32
         sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
         slopes = [  # of the head and its bias they are sums over chunks
-            torch.zeros_like(one, dtype=one.dtype if one is hidden else wide)
+            torch.zeros_like(one, dtype=one.dtype if one is hidden else summed)
             if one is not None and needed
             else None
             for one, needed in zip((hidden, head, bias), ctx.needs_input_grad[:3], strict=True)
@@ -325,7 +276,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), settings.chunk_tokens):
             stop = min(start + settings.chunk_tokens, len(hidden))
             states = hidden[start:stop]
-            logits = _wide(torch.nn.functional.linear(states, head, bias))
+            logits = wide(torch.nn.functional.linear(states, head, bias))
             own = None if weights is None else weights[start:stop]
             slope = _chunk(
                 logits, targets.part(start, stop), answer_ids[start:stop], own, settings, sums,
@@ -337,7 +288,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del slope  # or the next chunk's would be made beside it
         ctx.save_for_backward(*slopes)
         ctx.dtypes = [None if one is None else one.dtype for one in (hidden, head, bias)]
-        loss, divergence_sum, nll_sum = sums.to(wide).unbind()
+        loss, divergence_sum, nll_sum = sums.to(summed).unbind()
         if settings.answer_weight == 1.0:
             divergence_sum = divergence_sum * math.nan
         if settings.answer_weight == 0.0:
@@ -393,8 +344,3 @@ def _collect(slope: Tensor, states: Tensor, head: Tensor, slopes: list[Tensor | 
         of_head.addmm_(slope.T, states.to(slope.dtype))
     if of_bias is not None:
         of_bias += slope.sum(dim=0)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """At least fp32: a divergence of nearby models is lost in bf16, and can come out negative. fp64 stays."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
