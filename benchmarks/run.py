@@ -17,6 +17,7 @@ BENCHMARKS = {
     "spine": [],
     "sft_speed": [],
     "dpo_speed": [],
+    "distil_losses": [],
     "data_reading": [],
     "near_duplicates": [],
     "data_build": [],

@@ -11,7 +11,7 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import data, doctor, evaluate, merge, plan, recipe, report, review, run, stats
+from finetune.cli import data, distil, doctor, evaluate, merge, plan, recipe, report, review, run, stats
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 from finetune.plan.kernel_cache import limit_kernel_caches
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(run.run)
-for group in (recipe, data, plan, doctor, evaluate, stats, merge):
+for group in (recipe, data, plan, doctor, evaluate, stats, merge, distil):
     app.add_typer(group.app)
 app.command()(report.report)
 app.command()(review.review)
@@ -48,7 +48,11 @@ def root(
 
 def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
     """Say what Ctrl-C left behind, and exit; what is named here continues where it stopped."""
-    continues = arguments[:1] == ["run"] or arguments[:2] in (["data", "build"], ["eval", "run"])
+    continues = arguments[:1] == ["run"] or arguments[:2] in (
+        ["data", "build"],
+        ["eval", "run"],
+        ["distil", "cache"],
+    )
     resumes = "; the same command continues where it stopped" if continues else ""
     if "--json" in arguments:
         error = UserError(f"interrupted{resumes}", exit_code=ExitCode.INTERRUPTED)
