@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -11,7 +12,22 @@ import typer
 from typer._click.exceptions import ClickException  # typer carries its own click
 
 from finetune import __version__
-from finetune.cli import data, distil, doctor, evaluate, merge, plan, recipe, report, review, run, stats
+from finetune.cli import (
+    data,
+    decide,
+    diagnose,
+    distil,
+    doctor,
+    evaluate,
+    merge,
+    plan,
+    recipe,
+    report,
+    review,
+    run,
+    stats,
+    watch,
+)
 from finetune.cli.output import print_user_error
 from finetune.errors import ExitCode, UserError
 from finetune.plan.kernel_cache import limit_kernel_caches
@@ -25,6 +41,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(run.run)
+app.command()(watch.watch)
+app.command()(diagnose.diagnose)
+app.command()(decide.decide)
 for group in (recipe, data, plan, doctor, evaluate, stats, merge, distil):
     app.add_typer(group.app)
 app.command()(report.report)
@@ -46,12 +65,35 @@ def root(
     """Tune a language model, and know with a margin of error whether it helped."""
 
 
+def _only_one_tells(exit_code: int) -> None:
+    """Of the processes of one run the first that fails goes on here and tells why; the others end in silence."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    from finetune.training.processes import claim_failure
+
+    if (code := claim_failure(exit_code)) is not None:
+        _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Exit; one of several processes not through destructors, which would wait for processes that are gone."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
     """Say what Ctrl-C left behind, and exit; what is named here continues where it stopped."""
+    _only_one_tells(ExitCode.INTERRUPTED)
+    if "FINETUNE_FAILURE_FILE" in os.environ:  # the launcher of this process tells it
+        _end(ExitCode.INTERRUPTED)
     continues = arguments[:1] == ["run"] or arguments[:2] in (
         ["data", "build"],
         ["eval", "run"],
         ["distil", "cache"],
+        ["merge", "models"],
     )
     resumes = "; the same command continues where it stopped" if continues else ""
     if "--json" in arguments:
@@ -59,7 +101,16 @@ def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
         print_user_error(error, as_json=True)
     else:
         print(f"interrupted{resumes}", file=sys.stderr)
-    sys.exit(ExitCode.INTERRUPTED)
+    _end(ExitCode.INTERRUPTED)
+
+
+def _lost_connection(error: Exception) -> UserError | None:
+    """What to say when another process of the run is gone."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    from finetune.training.processes import lost_connection
+
+    return lost_connection(error)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,8 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # here, where a reader that has gone away is no fault of ours
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except UserError as error:
+        _only_one_tells(error.exit_code)
         print_user_error(error, as_json=as_json)
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _exit_interrupted(arguments)
     except ClickException as error:
@@ -89,9 +141,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.INTERNAL_FAULT)
     except Exception as error:  # a bug keeps its traceback; a machine gets an answer all the same
+        _only_one_tells(ExitCode.INTERNAL_FAULT)
+        if (lost := _lost_connection(error)) is not None:
+            print_user_error(lost, as_json=as_json)
+            _end(lost.exit_code)
         if as_json:
             what = f"internal fault: {type(error).__name__}: {error}"
             print_user_error(UserError(what, exit_code=ExitCode.INTERNAL_FAULT), as_json=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            traceback.print_exc()
+            _end(ExitCode.INTERNAL_FAULT)
         raise
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from finetune.data.spec_generated import AnsweringModel
 from finetune.errors import UserError
@@ -93,4 +93,4 @@ def _arm(wanted: str | None, suite: Suite, of_run: bool) -> Arm:
         raise UserError(
             f"suite {suite.name} shows no examples", where="--arm", fix="choose zero_shot or tuned"
         )
-    return cast("Arm", name)
+    return name

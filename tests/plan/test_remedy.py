@@ -1,0 +1,87 @@
+"""Which remedy comes first, from what the untuned model reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.plan.remedy import FEWEST_EXAMPLES, Decision, Facts, Standing, decide
+from finetune.stats.power import items_needed_paired
+
+
+def standing(arm: str, share: float, **given: Any) -> Standing:
+    gain = None
+    if arm != "zero_shot":
+        better = given.pop("better", False)
+        gain = {
+            "difference": 0.1,
+            "low": 0.05,
+            "high": 0.15,
+            "verdict": "improved" if better else "no-evidence",
+        }
+    rest = {"n": 400, "off_format": 0, "prompt_tokens": 30.0, "gain": gain} | given
+    return Standing(arm, share, share - 0.05, share + 0.05, **rest)
+
+
+def first(*standings: Standing, **facts: Any) -> Decision:
+    return decide(standings, Facts(**facts))
+
+
+def test_without_an_evaluation_there_is_no_answer() -> None:
+    with pytest.raises(UserError, match="without an evaluation"):
+        decide([], Facts(goal=0.9, examples=5000))
+
+
+def test_a_goal_that_a_prompt_reaches_needs_no_tuning() -> None:
+    found = first(
+        standing("zero_shot", 0.5), standing("few_shot", 0.9, better=True, prompt_tokens=900.0), goal=0.8
+    )
+    assert found.first == "nothing" and "few_shot" in found.why
+    assert (
+        first(standing("zero_shot", 0.83), goal=0.8).first == "items"
+    )  # the interval reaches below the goal
+
+
+@pytest.mark.parametrize(
+    ("standings", "facts", "expected"),
+    [
+        ([standing("zero_shot", 0.3)], {"knowledge": "changes"}, "documents"),
+        ([standing("zero_shot", 0.3), standing("documents", 0.5, better=True)], {}, "documents"),
+        ([standing("zero_shot", 0.3), standing("documents", 0.35)], {}, "tuning"),
+        ([standing("zero_shot", 0.3, off_format=200)], {}, "format"),
+        ([standing("zero_shot", 0.3, off_format=100)], {}, "tuning"),
+        ([standing("zero_shot", 0.3)], {"examples": FEWEST_EXAMPLES - 1}, "examples"),
+        ([standing("zero_shot", 0.3)], {"examples": FEWEST_EXAMPLES}, "tuning"),
+        ([standing("zero_shot", 0.3, n=20)], {"goal": 0.4}, "items"),
+        ([standing("zero_shot", 1.0)], {}, "nothing"),
+    ],
+)
+def test_the_cheapest_remedy_that_applies_comes_first(
+    standings: list[Standing], facts: dict[str, Any], expected: str
+) -> None:
+    assert first(*standings, **facts).first == expected
+
+
+def test_the_items_are_those_that_find_the_gain_to_the_goal() -> None:
+    found = first(standing("zero_shot", 0.5), goal=0.6)
+    assert found.effect == pytest.approx(0.1)
+    assert found.items_needed == items_needed_paired(0.1, 0.15)
+    assert first(standing("zero_shot", 0.6)).effect == pytest.approx(0.1)  # a quarter of what is wrong
+
+
+def test_what_was_not_measured_is_not_known() -> None:
+    found = {
+        reason.name: reason.applies for reason in first(standing("zero_shot", 0.5, off_format=None)).reasons
+    }
+    assert found["weak instructions"] is None and found["missing knowledge"] is None
+    assert found["wrong form"] is None and found["domain, skill or style"] is True
+    text = "\n".join(first(standing("zero_shot", 0.5, off_format=None)).lines())
+    assert "not known" in text and "[45.0, 55.0], n = 400" in text
+
+
+def test_a_long_prompt_is_a_cost_that_tuning_saves() -> None:
+    dear = first(standing("zero_shot", 0.2), standing("few_shot", 0.6, better=True, prompt_tokens=900.0))
+    assert next(one for one in dear.reasons if one.name == "cost and latency").applies
+    assert dear.first == "tuning" and "few_shot" in dear.why
