@@ -22,7 +22,9 @@ BENCHMARKS = {
     "near_duplicates": [],
     "data_build": [],
     "evaluation_speed": [],
+    "merge_models": [],
     "memory_forecast": [],
+    "diagnose": [],
     "stats_calibration": [],
 }
 
