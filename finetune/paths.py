@@ -75,14 +75,22 @@ def find_declarative(
 
 def _is_of_another_kind(path: Path, kind: str) -> bool:
     """A suite and the dataset it asks may share a name: the version key at the top tells them apart."""
-    found = set(_VERSION_KEY.findall(path.read_bytes()))
+    found = _version_keys(path)
     return bool(found) and _KINDS[kind][1] not in found
+
+
+def _version_keys(path: Path) -> set[bytes]:
+    return set(_VERSION_KEY.findall(path.read_bytes()))
 
 
 def shipped_names(kind: str) -> list[str]:
     """Names of everything shipped under a declarative folder, without '.yaml', e.g. 'sft/home_intents_lora'."""
-    root = shipped_root() / kind
-    names = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    root = shipped_root() / _KINDS[kind][0]
+    # A recipe that extends another one holds no version key; a merge recipe always does.
+    files = [path for path in root.rglob("*.yaml") if not _is_of_another_kind(path, kind)]
+    if kind == "merges":
+        files = [path for path in files if _version_keys(path)]
+    names = (path.relative_to(root).with_suffix("").as_posix() for path in files)
     return sorted(name for name in names if not name.startswith("launch/"))  # accelerate's files, no recipes
 
 
