@@ -81,14 +81,14 @@ def plan_recipe(
     as_json: JsonFlag = False,
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
-    from finetune.cli.plan_page import Plan, config_of_model, find_target, plan_time
+    from finetune.cli.plan_page import Plan, config_of_recipe, find_target, plan_time
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
     from finetune.plan.memory import forecast_generation, forecast_training
     from finetune.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    config = config_of_model(loaded)
+    config = config_of_recipe(loaded)
     target = find_target(device, memory)
 
     def training(candidate: Recipe) -> Forecast:

@@ -46,6 +46,13 @@ class Target:
     spec: DeviceSpec | None
 
 
+def config_of_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Of the model that is trained: that of `model.id`, with as many layers as a student that is cut from its teacher."""
+    config = config_of_model(recipe)
+    layers = recipe.distil.student.layers if recipe.distil is not None else None
+    return config if layers is None else {**config, "num_hidden_layers": len(layers)}
+
+
 def config_of_model(recipe: Recipe) -> dict[str, Any]:
     """config.json of the recipe's model: from a table, a folder, or the hub's cache; no weights, no torch.
 

@@ -123,7 +123,7 @@ def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | 
         if adapter is None or not (adapter / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"'{section.adapter}' holds no {ADAPTER_CONFIG}, so it is no adapter",
-                where=where.replace("id", "adapter"),
+                where=where,
                 fix="name a folder that PEFT saved, or a run that trained one",
             )
     quantization = ModelSection(id=source.id, quantize=section.quantize)
@@ -198,7 +198,9 @@ def _write_student(teacher: Teacher, layers: tuple[int, ...], folder: Path) -> N
         aside.mkdir(parents=True)
         model.save_pretrained(aside)
         teacher.load_tokenizer().save_pretrained(aside)
-        if folder.is_dir():  # another process was faster, and wrote the same
-            shutil.rmtree(aside)
-        else:
+        try:
             aside.replace(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(aside)  # another process was faster, and wrote the same

@@ -41,6 +41,7 @@ def read_distillation(run: RunFiles) -> Distillation | None:
         tables=tuple(_table(run, suite, facts) for suite in run.suites if run.arm(suite, _TEACHER)),
         gaps=(
             *(line for suite in run.suites for line in _gap_lines(run, suite)),
+            *_cache_lines(run.teacher_cache),
             *(line for one in as_list(facts.get("generated")) for line in _generated_lines(as_dict(one))),
         ),
         teacher=_teacher_sentence(facts, teacher, student, licence),
@@ -115,6 +116,19 @@ def gap_sentence(found: Record) -> str:
         return f"{closed} of the gap to the teacher closed, without an interval: {reason} (n{NBSP}{n})"
     confidence = share(found.get("confidence"), 0)
     return f"{closed} of the gap to the teacher closed ({confidence} interval {low} to {high}, n{NBSP}{n})"
+
+
+def _cache_lines(found: Record) -> list[str]:
+    """What was kept of the teacher at every target token, and how much of its mass that is."""
+    k, size, targets = (grouped(found.get(name)) for name in ("k", "bytes_per_target", "targets"))
+    if k is None or size is None or targets is None:
+        return []
+    mass = [
+        f"{share(as_dict(one).get('mean'), 2)} at temperature {temperature}"
+        for temperature, one in as_dict(found.get("coverage")).items()
+    ]
+    held = f"; they hold {', '.join(mass)} of the teacher's mass" if mass else ""
+    return [f"Teacher cache: top {k} of {targets} target tokens, {size} bytes each{held}"]
 
 
 _DIFFICULTIES = {

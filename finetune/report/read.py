@@ -85,6 +85,7 @@ class RunFiles:
     judges: tuple[Record, ...] = ()
     reviewed: tuple[Record, ...] = ()  # lines of eval/review.jsonl
     distillation: Record = field(default_factory=dict)
+    teacher_cache: Record = field(default_factory=dict)
 
     @property
     def suite_records(self) -> dict[str, Record]:
@@ -293,6 +294,7 @@ def read_run(folder: Path) -> RunFiles:
         later=reader.later(),
         power=reader.optional("baseline/power.json", "what the items could show is"),
         distillation=reader.optional("distillation.json", "who taught is"),
+        teacher_cache=reader.optional("teacher_cache.json", "what was kept of the teacher is"),
         judges=tuple(reader.optional(path, "what the judge said is") for path in reader.judge_files()),
         gaps=tuple(reader.gaps),  # last: the readers above fill it
     )
