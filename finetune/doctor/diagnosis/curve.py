@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 Event = dict[str, Any]
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_BLOCK = 20_000  # windows at a time: a long run must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ def running_median(values: FloatArray, window: int) -> FloatArray:
     half = window // 2
     padded = np.pad(values, half, constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    return np.asarray(np.nanmedian(windows, axis=1))
+    blocks = [windows[start : start + _BLOCK] for start in range(0, len(windows), _BLOCK)]
+    return np.concatenate([np.nanmedian(block, axis=1) for block in blocks]) if blocks else values.copy()
 
 
 def spread(values: FloatArray) -> float:

@@ -14,6 +14,7 @@ _LAST_NUMBER = re.compile(r"(\d+)\D*$")
 _SORTED_SHARE = 0.98  # of neighbouring rows in rising order
 _REPEATED_SHARE = 0.9
 _JUMP_NOISES = 3.0
+_MOST_RISES = 100
 _JUMP_SHARE = 0.12
 _SMALL_JUMP_SHARE = 0.06  # enough where the order is known not to be shuffled
 
@@ -60,17 +61,24 @@ def find_regular_steps(curve: Curve) -> Diagnosis | None:
 def level_rises(curve: Curve, least_share: float) -> list[int]:
     """Places where the level of the loss goes up and stays for a while, largest rise of each neighbourhood."""
     loss = curve.clean
-    window = min(max(curve.n // 25, 5), 25)
-    noise, early = noise_of(loss), curve.spans(0.06, 5)
-    places = range(max(window, early), curve.n - window + 1)
-    rises = {place: _median_rise(loss, place, window) for place in places}
+    half = min(max(curve.n // 50, 2), 12)
+    window, early = 2 * half + 1, curve.spans(0.06, 5)
+    level = running_median(loss, window)
+    places = np.arange(max(window, early), curve.n - window + 1)
+    before, after = level[places - half - 1], level[places + half]
+    limit = np.maximum(
+        least_share * before, max(_JUMP_NOISES * noise_of(loss), 0.03 * float(np.median(loss[:5])))
+    )
+    rises = after - before
     found: list[int] = []
-    for place in sorted(rises, key=lambda one: -rises[one]):
-        before = float(np.median(loss[place - window : place]))
-        if rises[place] < max(_JUMP_NOISES * noise, least_share * before, 0.03 * float(np.median(loss[:5]))):
+    for index in np.argsort(-rises, kind="stable"):
+        if rises[index] < limit[index]:
             continue
+        place = int(places[index])
         if all(abs(place - other) > 2 * window for other in found):
             found.append(place)
+        if len(found) == _MOST_RISES:
+            break
     return sorted(found)
 
 
@@ -79,7 +87,7 @@ def _median_rise(loss: FloatArray, place: int, window: int) -> float:
 
 
 def epoch_likeness(curve: Curve) -> float | None:
-    """Mean correlation of one epoch's departures from the trend with those of the next at the same place; None under 2 epochs."""
+    """Mean correlation of one epoch's departures from its own parabola with those of the next; None under 2 epochs."""
     epochs = curve.epoch
     if not np.isfinite(epochs).all() or epochs[-1] < 1.9:
         return None
@@ -87,13 +95,21 @@ def epoch_likeness(curve: Curve) -> float | None:
     per_epoch = round(curve.n / float(epochs[-1]))
     if per_epoch < 12:
         return None
-    departures = loss - running_median(loss, per_epoch // 2 * 2 + 1)
-    pieces = [departures[start : start + per_epoch] for start in range(0, curve.n - per_epoch + 1, per_epoch)]
+    pieces = [
+        _without_bend(loss[start : start + per_epoch])
+        for start in range(0, curve.n - per_epoch + 1, per_epoch)
+    ]
     correlations = []
     for one, other in pairwise(pieces):
         if len(one) == len(other) and np.std(one) > 0 and np.std(other) > 0:
             correlations.append(float(np.corrcoef(one, other)[0, 1]))
     return float(np.mean(correlations)) if correlations else None
+
+
+def _without_bend(losses: FloatArray) -> FloatArray:
+    """Losses less their best parabola, so that a steady fall within each epoch is no likeness."""
+    x = np.linspace(-1.0, 1.0, len(losses))
+    return np.asarray(losses - np.polyval(np.polyfit(x, losses, 2), x))
 
 
 def _order_of_rows(curve: Curve) -> str:

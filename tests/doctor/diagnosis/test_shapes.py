@@ -247,3 +247,11 @@ def test_while_a_run_goes_on_each_alarm_is_new_once_and_plateaus_wait(make_event
     flat[0]["total_steps"] = 100
     assert [one.shape for one in new_findings(flat, ())] == ["data_too_hard"]
     assert new_findings(flat, {"data_too_hard"}) == []
+
+
+def test_a_long_run_is_read_in_bounded_memory_and_its_spike_found(make_events: Make) -> None:
+    events = make_events(
+        lambda step: 9.0 if step == 30_000 else 0.5 + 2.0 * math.exp(-step / 5000), n=45_000, per_epoch=15_000
+    )
+    (spike,) = [one for one in diagnose(events) if one.is_alarm]
+    assert spike.shape == "spike" and spike.steps == (30_000,)
