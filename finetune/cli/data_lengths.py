@@ -64,5 +64,10 @@ def _lines(found: Lengths) -> Iterator[str]:
     yield "longest: " + ", ".join(f"{row} ({tokens})" for row, tokens in found.longest)
     if found.without_targets:
         yield f"{found.without_targets} rows have no trained answer at any length"
+    if found.with_control_tokens:
+        yield (
+            f"{found.with_control_tokens} rows hold BOS, EOS or the end-of-turn token in their text, which ends or begins a "
+            f"turn there: {', '.join(found.first_with_control_tokens)}"
+        )
     if found.failed:
         yield f"{found.failed} rows cannot be rendered; first: {found.reasons[0]}"

@@ -120,6 +120,13 @@ def locate_answers(
         raise UserError("the row has no assistant turn", fix="give every row an answer to learn from")
     messages = messages[: answers[-1] + 1]
     full = render(messages, tokenizer, tools=tools)
+    if tools and full == render(messages, tokenizer):
+        raise UserError(
+            "the chat template leaves out the tools",
+            where="chat template",
+            why="the row defines tools, and the model would never be told of them",
+            fix="take a template that writes tools, or put their definitions into the system turn",
+        )
     blocks = _generation_blocks(messages, tokenizer, tools, full, len(answers))
     spans: list[tuple[int, int]] = []
     weights: list[float] = []
@@ -182,6 +189,15 @@ def _require_as_written(turn: Mapping[str, Any], said: str, index: int) -> None:
             why="a part of it, often the reasoning, would be left out of training without a word",
             fix="put reasoning into the key the template reads (reasoning_content), or take a template that keeps it",
         )
+    for call in turn.get("tool_calls") or ():
+        name = (call.get("function") or call).get("name")
+        if isinstance(name, str) and name not in said:
+            raise UserError(
+                f"the chat template leaves out the tool call '{name}'",
+                where=f"turn {index}",
+                why="the model would learn to say nothing where it should call the tool",
+                fix="take a template that writes tool_calls, or write the call into the turn's content",
+            )
 
 
 def _generation_blocks(
@@ -248,6 +264,14 @@ def _rewritten(index: int, what: str) -> UserError:
         why=_REWRITES,
         fix="set data.train_on to each (one row an answer) or to last",
     )
+
+
+def holds_control_tokens(turns: Messages, tokenizer: Any, closing: Closing) -> bool:
+    """Whether the text of a turn holds BOS, EOS or the end-of-turn token: the model reads it as the end or the start of a
+    turn, not as text."""
+    control = {closing.end_of_turn, tokenizer.bos_token, tokenizer.eos_token} - {None}
+    texts = [content for turn in turns if isinstance(content := turn.get("content"), str)]
+    return any(token in text for text in texts for token in control)
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

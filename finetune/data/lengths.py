@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.chat_spans import closing_of
+from finetune.data.chat_spans import closing_of, holds_control_tokens
 from finetune.data.row_tokens import TokenisedRow, TrainOn, tokenise_with
 from finetune.data.rows import Row
 from finetune.errors import Fault, UserError
@@ -47,7 +47,7 @@ class Lengths:
     """Lengths of all rows in tokens: quantiles ("0.5" to "1.0"), totals, and what each limit would do.
 
     without_targets: rows that have no trained answer at any length. failed: rows that the template cannot render, with
-    the first few reasons.
+    the first few reasons. with_control_tokens: rows whose text holds BOS, EOS or the end-of-turn token, and the first few.
     """
 
     rows: int
@@ -59,6 +59,8 @@ class Lengths:
     failed: int
     reasons: tuple[str, ...]
     longest: tuple[tuple[str, int], ...]
+    with_control_tokens: int
+    first_with_control_tokens: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -71,6 +73,8 @@ class Lengths:
             "failed": self.failed,
             "reasons": list(self.reasons),
             "longest": [{"id": row, "tokens": tokens} for row, tokens in self.longest],
+            "with_control_tokens": self.with_control_tokens,
+            "first_with_control_tokens": list(self.first_with_control_tokens),
         }
 
 
@@ -92,8 +96,13 @@ def measure_lengths(
     targets = np.zeros(len(limits), np.int64)
     n_targets = failed = 0
     faults: list[Fault] = []
+    control: list[str] = []
+    n_control = 0
     for row in rows:
         on_row()
+        if holds_control_tokens(row.messages, tokenizer, closing):
+            n_control += 1
+            control += [row.id] if len(control) < _SHOWN else []
         try:
             done = tokenise_with(row, tokenizer, closing, train_on)
         except UserError as error:
@@ -123,6 +132,8 @@ def measure_lengths(
         longest=tuple(
             (ids[row], int(table[row, 0])) for row in np.argsort(-table[:, 0], kind="stable")[:_SHOWN]
         ),
+        with_control_tokens=n_control,
+        first_with_control_tokens=tuple(control),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune.cli.data_lengths import _lines
 from finetune.data.lengths import measure_lengths
 from finetune.data.row_tokens import IGNORED
 from finetune.data.rows import Row
@@ -80,3 +81,15 @@ def test_rows_without_targets_and_rows_that_cannot_be_rendered_are_counted(tiny_
         measure_lengths([no_answer], tiny_tokenizer)
     with pytest.raises(UserError, match="no rows"):
         measure_lengths([], tiny_tokenizer)
+
+
+def test_rows_with_control_tokens_in_their_text_are_counted(tiny_tokenizer: Any) -> None:
+    def row(name: str, asked: str, answer: str) -> Row:
+        turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
+        return Row(name, turns, name, "s")
+
+    rows = [row("plain", "q", "a"), row("ended", "q", "a<|im_end|>"), row("opened", "<|im_start|>", "a")]
+    found = measure_lengths(rows, tiny_tokenizer)
+    assert (found.with_control_tokens, found.first_with_control_tokens) == (2, ("ended", "opened"))
+    assert found.to_dict()["with_control_tokens"] == 2
+    assert any("2 rows hold BOS, EOS" in line and "ended, opened" in line for line in _lines(found))

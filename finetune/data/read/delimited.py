@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import deque
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -115,7 +116,21 @@ class _Rows:
         if found is None:
             return None
         number, byte, raw = found
-        try:
-            return _Line(number, byte, raw.decode(), valid=True)
-        except UnicodeDecodeError:
-            return _Line(number, byte, raw.decode(errors="backslashreplace"), valid=False)
+        if number == 1 and b"\r" in raw.rstrip(b"\r\n") and not raw.endswith(b"\n"):
+            self._again.extend(_lines_of_old(raw, byte))  # the whole file is one line to all others
+            return self._again.popleft()
+        return _line(number, byte, raw)
+
+
+def _lines_of_old(raw: bytes, byte: int) -> Iterator[_Line]:
+    """The lines of a file whose lines end with a carriage return alone, as some spreadsheets write them."""
+    for number, line in enumerate(re.findall(rb"[^\r]*\r|[^\r]+", raw), start=1):
+        yield _line(number, byte, line)
+        byte += len(line)
+
+
+def _line(number: int, byte: int, raw: bytes) -> _Line:
+    try:
+        return _Line(number, byte, raw.decode(), valid=True)
+    except UnicodeDecodeError:
+        return _Line(number, byte, raw.decode(errors="backslashreplace"), valid=False)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from finetune.data.read.shapes import RULES, SHAPES_BY_PRECEDENCE
-from finetune.data.read.turns import SHAREGPT_ROLES
+from finetune.data.read.turns import CALLS, SHAREGPT_ROLES
 from finetune.data.spec_source import ROLES, Shape
 
 Sample = Sequence[dict[str, Any]]
@@ -119,7 +119,12 @@ def guesses(sample: Sample) -> list[Guess]:
         return []
     as_json = _json_columns(sample)
     found = [
-        Guess(shape, _why(shape, sample), json_columns=_of_shape(shape, as_json))
+        Guess(
+            shape,
+            _why(shape, sample),
+            json_columns=_of_shape(shape, as_json),
+            roles=_odd_roles(shape, sample),
+        )
         for shape in SHAPES_BY_PRECEDENCE
         if any(all(key in record for key in _needs(shape)) for record in sample)
     ]
@@ -178,14 +183,9 @@ def _turn_guess(sample: Sample, name: str, beside: dict[str, str]) -> Guess | No
     role_key, content_key = _named(keys, _ROLE_KEYS), _named(keys, _CONTENT_KEYS)
     if role_key is None or content_key is None or role_key == content_key:
         return None
-    roles: dict[str, str] = {}
-    for speaker in {str(turn.get(role_key)) for turn in turns}:
-        known = SHAREGPT_ROLES.get(speaker, speaker)
-        if known not in ROLES:
-            meant = next((role for role, words in _SPEAKERS.items() if speaker.casefold() in words), None)
-            if meant is None:
-                return None
-            roles[speaker] = meant
+    roles = _meant_by({str(turn.get(role_key)) for turn in turns}, aliases=SHAREGPT_ROLES)
+    if None in roles.values():
+        return None
     # The shape with aliases reads every usual name of keys and roles; only what is unusual is stated.
     return Guess(
         "sharegpt",
@@ -194,8 +194,34 @@ def _turn_guess(sample: Sample, name: str, beside: dict[str, str]) -> Guess | No
         (),
         None if role_key in ("role", "from") else role_key,
         None if content_key in ("content", "value") else content_key,
-        dict(sorted(roles.items())),
+        {speaker: role for speaker, role in sorted(roles.items()) if role},
     )
+
+
+def _odd_roles(shape: Shape, sample: Sample) -> dict[str, str]:
+    """What unusual names of speakers may mean, where the turns themselves are as the shape has them."""
+    key, role_key = {"messages": ("messages", "role"), "sharegpt": ("conversations", "from")}.get(
+        shape, ("", "")
+    )
+    lists = [value for record in sample if isinstance(value := _plain(record.get(key)), list)]
+    speakers = {
+        turn[role_key]
+        for value in lists
+        for turn in value
+        if isinstance(turn, dict) and isinstance(turn.get(role_key), str)
+    }
+    meant = _meant_by(speakers, aliases=SHAREGPT_ROLES if shape == "sharegpt" else {})
+    return {speaker: role for speaker, role in sorted(meant.items()) if role}
+
+
+def _meant_by(speakers: set[str], *, aliases: dict[str, str]) -> dict[str, str | None]:
+    """Speaker -> role, of those whose names are not known by themselves; None where nothing is known of a name."""
+    found: dict[str, str | None] = {}
+    for speaker in speakers:
+        word = speaker.strip().casefold()
+        if aliases.get(word, word) not in (*ROLES, *CALLS):
+            found[speaker] = next((role for role, words in _SPEAKERS.items() if word in words), None)
+    return found
 
 
 def _json_columns(sample: Sample) -> list[str]:

@@ -14,11 +14,10 @@ from typing import IO
 from finetune.data.read.files import SourceFile
 from finetune.data.read.json_line import parse_object
 from finetune.data.read.record import Record, Reject, RowError, reject
+from finetune.data.read.sniff import ROW_KEYS
 from finetune.data.read.streams import BREAKS, CHUNK_BYTES, UTF8_BOM, open_plain, read_some, text_stream
 
 MAX_ROW_BYTES = 1 << 25
-# Keys under which documents keep their rows; any other object at the top is itself a row.
-ROW_KEYS = frozenset({"data", "rows", "examples", "items", "records", "instances", "samples", "train"})
 # A string (the group holds its closing quote, absent when a line or the buffer ends first), or a bracket.
 _TOKEN = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*("?)|[{}\[\]]', re.DOTALL)
 _NOWHERE = 1 << 30  # no row can begin: between the keys beside the rows

@@ -24,12 +24,17 @@ from finetune.data.spec_source import ROLES, SHAPE_KEYS, Shape
 Given = Mapping[str, Any]
 Fields = dict[str, Any]
 IGNORED_LABEL = -100
-_TRUE = frozenset(
-    {"true", "t", "yes", "y", "1", "1.0", "+1", "good", "desirable", "positive", "chosen", "👍"}
-)
-_FALSE = frozenset(
-    {"false", "f", "no", "n", "0", "0.0", "-1", "bad", "undesirable", "negative", "rejected", "👎"}
-)
+# Spellings of true and false, and of an answer that is wanted and one that is not; case and "_", "-", " " do not count.
+_TRUE_WORDS = """
+    true t yes y on 1 1.0 +1 +1.0 + ✅ good desirable desired positive chosen accepted preferred like liked thumbsup up upvote right
+    correct pass passed ok 👍
+"""
+_FALSE_WORDS = """
+    false f no n off 0 0.0 -1 -1.0 - ❌ bad undesirable undesired negative rejected dispreferred dislike disliked thumbsdown down
+    downvote wrong incorrect fail failed 👎
+"""
+_TRUE, _FALSE = frozenset(_TRUE_WORDS.split()), frozenset(_FALSE_WORDS.split())
+_JOINTS = str.maketrans("", "", "_ ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,9 @@ def truth_of(value: Any, key: str) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float, str)):
-        word = str(value).strip().casefold()
+        word = str(value).strip().casefold().translate(_JOINTS)
+        if len(word) > 2:
+            word = word[0] + word[1:].replace("-", "")
         if word in _TRUE:
             return True
         if word in _FALSE:

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import csv
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -44,6 +45,7 @@ _ABOUT_OTHERS = frozenset(
 )
 _TABLES: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _REFUSED = {
+    b"version https://git-lfs.github.com/": "a pointer of Git LFS; fetch the file itself: git lfs pull",
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it, or save it as CSV",
     b"SQLite format 3": "an SQLite database; export the table as CSV",
     b"%PDF": "a PDF document; extract its text",
@@ -60,6 +62,9 @@ _MARKS = {
     codecs.BOM_UTF8: "utf-8",
 }
 _DELIMITERS = ",;\t|"
+# Keys under which documents keep their rows; any other object at the top is itself a row.
+ROW_KEYS = frozenset({"data", "rows", "examples", "items", "records", "instances", "samples", "train"})
+_DOCUMENT = re.compile(rf'\s*\{{\s*"({"|".join(sorted(ROW_KEYS))})"\s*:\s*\[\s*[{{\]]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ def sniff(path: Path, source: RowsSource) -> Nature:
         return _table(path, table, stated, compression)
     encoding = _encoding(path, head, source.encoding)
     decoded = head.decode(encoding, errors="replace").removeprefix("\ufeff")
-    format_, why = (stated, "source.format says so") if stated else _text_format(path, decoded)
+    mapped = bool(source.columns)
+    format_, why = (stated, "source.format says so") if stated else _text_format(path, decoded, mapped)
     if format_ in ("parquet", "arrow"):
         raise UserError(
             f"{path} is called {format_} and is not: its first bytes are {head[:8]!r}",
@@ -206,20 +212,20 @@ def _eight_bit(path: Path, compression: str) -> str:
     return "cp1252" if faulty else "utf-8"
 
 
-def _text_format(path: Path, head: str) -> tuple[Format, str]:
+def _text_format(path: Path, head: str, mapped: bool) -> tuple[Format, str]:
     named = format_of_name(path.name)
     if named not in (None, "jsonl", "json"):
         return named, "its name says so"
     start = head.lstrip()[:1]
     if named is not None or start in ("{", "["):
-        return _json_format(head, start, named)
+        return _json_format(head, start, named, mapped)
     raise UserError(
         f"cannot tell the format of {path} from its name or content",
         fix="name it in source.format: jsonl, json, csv, tsv, parquet, arrow or text",
     )
 
 
-def _json_format(head: str, start: str, named: Format | None) -> tuple[Format, str]:
+def _json_format(head: str, start: str, named: Format | None, mapped: bool) -> tuple[Format, str]:
     """`json` for one document over many lines or several objects on a line, `jsonl` when lines are objects.
 
     Of the whole lines at the start of the file, at least half must be objects for `jsonl`: in a document with a value a
@@ -233,6 +239,8 @@ def _json_format(head: str, start: str, named: Format | None) -> tuple[Format, s
     objects = sum(map(_is_object, lines))
     if named == "json" and len(lines) == 1 and objects == 1:
         return "json", "it is one object: a row, or a document with the rows under a key"
+    if len(lines) == 1 and not mapped and (held := _DOCUMENT.match(head)):
+        return "json", f"it is one object with the rows under '{held[1]}'"
     if len(lines) == 1 and objects == 0 and len(head) >= HEAD_BYTES // 2 and start == "{":
         return (named or "jsonl"), "its first line is longer than what is looked at"
     why = f"{objects} of its first {len(lines)} lines are objects"

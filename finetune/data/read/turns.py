@@ -24,12 +24,17 @@ SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "ai": "assistant",
+    "prompter": "user",
     "observation": "tool",
+    "ipython": "tool",
     "function": "tool",
     "function_response": "tool",
     "tool_response": "tool",
 }
-_CALL = ("function_call", "tool_call")  # a ShareGPT turn whose text is a call, in JSON
+CALLS = ("function_call", "tool_call")  # a ShareGPT turn whose text is a call, in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ def _turn(turn: Any, where: str, keys: TurnKeys) -> Turn:
     role = _role(turn.get(role_key), where, keys, sharegpt=keys.sharegpt or role_key == "from")
     kept = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
     _check_kept(kept, where)
-    if role in _CALL:
+    if role in CALLS:
         return {"role": "assistant", **kept, "tool_calls": _call(turn.get(content_key), where)}
     content = _content(turn.get(content_key), role, kept, where)
     return {"role": role, **kept} if content is None else {"role": role, "content": content, **kept}
@@ -144,10 +149,10 @@ def _turn(turn: Any, where: str, keys: TurnKeys) -> Turn:
 
 def _role(given: Any, where: str, keys: TurnKeys, *, sharegpt: bool) -> str:
     if isinstance(given, str):
-        role = keys.roles.get(given, given)
+        role = keys.roles.get(given) or given.strip().casefold()
         if sharegpt:
             role = SHAREGPT_ROLES.get(role, role)
-        if role in ROLES or (sharegpt and role in _CALL):
+        if role in ROLES or (sharegpt and role in CALLS):
             return role
     raise RowError(
         f"{where}: the role is {given!r}, not one of {', '.join(ROLES)}; source.roles can say which one it means"

@@ -99,6 +99,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "roles": {"Agent": "assistant", "Customer": "user"},
         },
     ),
+    "odd speakers": (
+        {"conversations": said(("Customer", "q"), ("support", "a"), role="from", content="value")},
+        {"shape": "sharegpt", "roles": {"Customer": "user", "support": "assistant"}},
+    ),
+    "speakers of another shape": (
+        {"messages": said(("human", "q"), ("gpt", "a"))},
+        {"shape": "messages", "roles": {"gpt": "assistant", "human": "user"}},
+    ),
     "text of another name": ({"content": "words", "n": 4}, {"shape": "text", "columns": {"text": "content"}}),
     "the only column": ({"sentence_de": "Worte"}, {"shape": "text", "columns": {"text": "sentence_de"}}),
 }

@@ -268,11 +268,32 @@ def test_what_asks_the_same_is_one_group(read: Callable[..., Any]) -> None:
     [
         *[
             (word, True)
-            for word in (True, 1, 1.0, "1", "true", "True", "TRUE", "yes", "Y", "good", " t ", "+1")
+            for word in (
+                *(True, 1, 1.0, "1", "true", "True", "TRUE", "yes", "Y", "good", " t ", "+1", "1.0", "on"),
+                *("👍", "thumbs_up", "Thumbs Up", "thumbs-up", "LIKE", "Correct", "accepted"),
+            )
         ],
         *[
             (word, False)
-            for word in (False, 0, 0.0, "0", "false", "False", "no", "N", "bad", "undesirable", "-1")
+            for word in (
+                *(
+                    False,
+                    0,
+                    0.0,
+                    "0",
+                    "false",
+                    "False",
+                    "no",
+                    "N",
+                    "bad",
+                    "undesirable",
+                    "-1",
+                    -1,
+                    -1.0,
+                    "off",
+                ),
+                *("👎", "thumbs_down", "Thumbs-Down", "dislike", "incorrect", "rejected"),
+            )
         ],
     ],
 )
@@ -355,6 +376,23 @@ def test_marks_of_a_turn_are_kept_as_given(read: Callable[..., Any], mark: dict[
     turns = [user("q"), assistant("a", **mark)]
     [row] = read([{"messages": turns}]).rows
     assert row.messages == tuple(turns)
+
+
+def test_who_speaks_in_any_case_and_by_the_usual_names(read: Callable[..., Any]) -> None:
+    speakers = [("System", "Human", "GPT"), ("SYSTEM", "User", "Assistant"), ("system", " human ", "ChatGPT")]
+    speakers += [("system", "prompter", "Bard"), ("system", "human", "bing"), ("developer", "user", "AI")]
+    for who in speakers:
+        turns = [{"from": name, "value": name} for name in who]
+        [row] = read([{"conversations": turns}]).rows
+        assert [turn["role"] for turn in row.messages][1:] == ["user", "assistant"]
+        assert [turn["content"] for turn in row.messages] == list(who)
+    turns = [{"role": role, "content": "x"} for role in ("USER", "Assistant", "Tool", "assistant")]
+    [row] = read([{"messages": turns}]).rows
+    assert [turn["role"] for turn in row.messages] == ["user", "assistant", "tool", "assistant"]
+    assert read([{"messages": [user("q"), {"role": "GPT", "content": "a"}]}]).reasons  # not of this shape
+    calls = [{"from": "Human", "value": "q"}, {"from": "Function_Call", "value": '{"name": "f"}'}]
+    [row] = read([{"conversations": calls}]).rows
+    assert row.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_a_stated_shape_makes_rows_of_another_shape_rejects(read: Callable[..., Any]) -> None:
