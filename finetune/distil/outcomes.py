@@ -39,11 +39,9 @@ def bucket_log_probabilities(
     outcomes = _TopAndTail.apply(student, teacher.ids, temperature)  # type: ignore[no-untyped-call]
     # Bounded, for rows whose tail is ruled out altogether (-inf).
     bound = math.log(torch.finfo(student.dtype).tiny)
-    log_q, tail = torch.log_softmax(outcomes, dim=-1).split([teacher.ids.shape[1], 1], dim=1)
-    return (
-        _with_teacher_tail(log_p, torch.finfo(teacher.logsumexp.dtype).eps),
-        torch.cat([log_q, tail.clamp(min=bound)], dim=1),
-    )
+    log_q = torch.log_softmax(outcomes, dim=-1)
+    log_q = torch.cat([log_q[:, :-1], log_q[:, -1:].clamp(min=bound)], dim=1)
+    return _with_teacher_tail(log_p, torch.finfo(teacher.logsumexp.dtype).eps), log_q
 
 
 def _with_teacher_tail(log_p: Tensor, least: float) -> Tensor:

@@ -174,15 +174,17 @@ def cache_teacher(
         folder.mkdir(parents=True, exist_ok=True)
     with _only_process(folder, say):
         manifest = _begin(folder, rows, identity, coding, say)
-        done = {shard.first_row: shard for shard in manifest.shards}
+        spans = list(enumerate(shard_rows(rows, shard_targets)))
+        wanted = {(_shard_name(number), *span) for number, span in spans}  # another size has other ones
+        done = {s.first_row: s for s in manifest.shards if (s.file, s.first_row, s.last_row) in wanted}
         sample_every = max(1, manifest.targets // SAMPLED_TARGETS)
-        for number, (first, last) in enumerate(shard_rows(rows, shard_targets)):
-            if first in done and done[first].last_row == last:
+        for number, (first, last) in spans:
+            if first in done:
                 progress(done[first].targets)
                 continue
             top, sums = saying.top_k(rows[first:last], coding, sample_every)
             entry = _write_shard(folder, number, (first, last), top, coding, sums)
-            done = {at: one for at, one in done.items() if one.file != entry.file} | {first: entry}
+            done[first] = entry
             manifest = _measured(replace(manifest, shards=tuple(done[at] for at in sorted(done))))
             manifest.write(folder)
             progress(entry.targets)
@@ -243,6 +245,10 @@ def _told(coding: Coding) -> str:
     return f"k {coding.k}, {coding.dtype}, temperatures {temperatures}, a vocabulary of {coding.vocabulary}"
 
 
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
 def _write_shard(
     folder: Path, number: int, span: tuple[int, int], top: TopK, coding: Coding, sums: dict[str, Any]
 ) -> ShardEntry:
@@ -251,7 +257,7 @@ def _write_shard(
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert n_bytes == n_targets * coding.bytes_per_target, "the formula is what is written"
     data = save(tensors)
-    name = f"shard-{number:05d}.safetensors"
+    name = _shard_name(number)
     write_atomic(folder / name, data)
     all_sums = {"coverage": coverage_sums(top, coding), **sums}
     return ShardEntry(name, *span, n_targets, len(data), digest_bytes(data), all_sums)

@@ -244,6 +244,19 @@ def test_a_cache_of_something_else_is_refused_with_its_digest(what: str, fill: A
     assert (tmp_path / "cache" / "manifest.json").read_bytes() == before
 
 
+def test_a_cache_that_was_begun_with_other_shards_becomes_whole(fill: Any, tmp_path: Path) -> None:
+    rows = make_rows()
+    fill(stops_at=3)
+    manifest, _ = fill(shard_targets=11)
+    assert manifest.complete and sum(shard.targets for shard in manifest.shards) == manifest.targets
+    fill("whole")
+    found, wanted = (
+        TeacherCache.open(tmp_path / name, rows, identity_of(rows)).targets(range(len(rows)), 1.0)
+        for name in ("cache", "whole")
+    )
+    assert found.ids is not None and wanted.ids is not None and torch.equal(found.ids, wanted.ids)
+
+
 def test_other_settings_are_refused(fill: Any) -> None:
     fill()
     with pytest.raises(UserError, match="keeps other things") as told:
