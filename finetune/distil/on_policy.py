@@ -22,6 +22,7 @@ from finetune.distil.trainer import DistilTrainer, rows_with_targets
 from finetune.errors import UserError
 from finetune.recipe.distil_section import OnPolicySection
 from finetune.training.head import IGNORED
+from finetune.training.shares import IDLE
 
 
 class OnPolicyTrainer(DistilTrainer):
@@ -41,6 +42,12 @@ class OnPolicyTrainer(DistilTrainer):
                 where="distil.way",
                 fix="leave out the weights, or set distil.way: logits",
             )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise UserError(
+                "a student whose weights are spread over processes cannot answer while it trains",
+                where="distil.way",
+                fix="start it with DDP, or set distil.way: logits",
+            )
         self.rows, self.on_policy, self.sampling_seed = rows, on_policy, seed
 
     def get_batch_samples(
@@ -50,13 +57,14 @@ class OnPolicyTrainer(DistilTrainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
         answered = [self._perhaps_answered(batch, step, number) for number, batch in enumerate(batches)]
-        return answered, self._get_num_items_in_batch(answered, device)
+        own = [batch for batch in answered if IDLE not in batch]  # the others are only computed along
+        return answered, self._get_num_items_in_batch(own, device)
 
     def _perhaps_answered(self, batch: dict[str, Any], step: int, number: int) -> dict[str, Any]:
         words = [self.sampling_seed, step, number, self.accelerator.process_index]
         seed = int(digest_json(words)[:12], 16)
         generator = torch.Generator().manual_seed(seed)
-        rows = rows_with_targets(batch)
+        rows = [] if IDLE in batch else rows_with_targets(batch)
         if not rows or float(torch.rand((), generator=generator)) >= self.on_policy.share:
             return batch
         prompts = [prompt_of(self.rows[row]) for row in rows]
