@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from finetune.errors import UserError
 from finetune.recipe.explain import explain
 from finetune.recipe.resolve import load_recipe, profiles_of
 
@@ -153,3 +154,18 @@ def test_origins_of_values(write: Write) -> None:
     assert origin["seed"] == "--set seed=3"
     assert origin["profile"] == "--set profile=smoke"
     assert origin["train.learning_rate"] == "default"
+
+
+def test_flags_that_belong_together_are_judged_together(write: Write) -> None:
+    """The file says lora; a key that only another kind has is right once a flag names that kind."""
+    path = write(VALID + "adapter: {kind: lora}\n")
+    recipe = load_recipe(path, ["adapter.kind=none", "adapter.freeze=[norm]"])
+    assert (recipe.adapter.kind, recipe.adapter.freeze) == ("none", ["norm"])
+    with pytest.raises(UserError, match="means nothing to adapter"):
+        load_recipe(path, ["adapter.freeze=[norm]"])
+
+
+def test_a_fault_of_the_file_stays_one_though_a_flag_covers_it(write: Write) -> None:
+    path = write(VALID + "adapter: {kind: lora, freeze: [norm]}\n")
+    with pytest.raises(UserError, match="means nothing to adapter"):
+        load_recipe(path, ["adapter.freeze=[]"])
