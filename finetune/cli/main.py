@@ -26,6 +26,7 @@ from finetune.cli import (
     review,
     run,
     stats,
+    sweep,
     watch,
 )
 from finetune.cli.output import print_user_error
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(watch.watch)
 app.command()(diagnose.diagnose)
+app.command()(sweep.sweep)
 app.command()(decide.decide)
 for group in (recipe, data, plan, doctor, evaluate, stats, merge, distil):
     app.add_typer(group.app)
@@ -89,7 +91,7 @@ def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
     _only_one_tells(ExitCode.INTERRUPTED)
     if "FINETUNE_FAILURE_FILE" in os.environ:  # the launcher of this process tells it
         _end(ExitCode.INTERRUPTED)
-    continues = arguments[:1] == ["run"] or arguments[:2] in (
+    continues = arguments[:1] in (["run"], ["sweep"]) or arguments[:2] in (
         ["data", "build"],
         ["eval", "run"],
         ["distil", "cache"],
