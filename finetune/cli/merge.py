@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli import merge_models
-from finetune.cli.output import JsonFlag, emit
+from finetune.cli.output import JsonFlag, emit, note
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
+    from finetune.evaluation.gate import GateAnswer
     from finetune.merge.measure import MergeProof
 
 app = typer.Typer(
@@ -69,6 +70,12 @@ SingleFlag = Annotated[
 OtherBaseFlag = Annotated[
     bool, typer.Option("--other-base", help="Permit a base with other weights than it was trained on.")
 ]
+VerifyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--verify", metavar="SUITE", help="Ask this suite of the run and of the merged model, and compare."
+    ),
+]
 
 
 @app.command()
@@ -81,11 +88,13 @@ def adapter(
     quantize: QuantizeOption = None,
     single_quantization: SingleFlag = False,
     other_base: OtherBaseFlag = False,
+    verify: VerifyOption = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> int:
     """Merge an adapter into its base, and prove on fixed prompts that the result answers like base and adapter.
 
     The weights are streamed tensor by tensor, added in fp32 and cast once. Nothing is left behind when the proof fails.
+    --verify also asks suites of both, item by item; the exit code is then that of a gate: 0, 10 regressed, 11 inconclusive.
     """
     from finetune.cli.quiet import quiet_libraries
 
@@ -96,6 +105,12 @@ def adapter(
     from finetune.merge.place import refuse_used_folder
 
     refuse_used_folder(out)
+    if verify and not (target / "manifest.json").is_file():
+        raise UserError(
+            f"{target} is no run, and --verify compares with a run's tuned model",
+            where="--verify",
+            fix="merge a run, or ask both afterwards: finetune eval model",
+        )
     found = resolve_inputs(
         target,
         base=base,
@@ -114,7 +129,31 @@ def adapter(
         other_base=other_base,
         progress=begin,
     )
-    emit({"out": str(out), **proof.to_dict()}, _screen(out, proof), as_json=as_json)
+    told = {"out": str(out), **proof.to_dict()}
+    if not verify:
+        emit(told, _screen(out, proof), as_json=as_json)
+        return 0
+    from finetune.evaluation.screen import gate_lines
+
+    verified = _verify(out, target, verify)
+    lines = [_screen(out, proof), *gate_lines(verified)]
+    emit({**told, "verified": verified.to_dict()}, "\n".join(lines), as_json=as_json)
+    return int(verified.exit_code)
+
+
+def _verify(merged: Path, run: Path, names: list[str]) -> GateAnswer:
+    """The merged model must not be worse than the run's adapter on its base, by each suite's margin."""
+    from finetune.evaluation.compare import compare_saved
+    from finetune.evaluation.gate import gate
+    from finetune.evaluation.suite import load_suite
+    from finetune.pipeline.standing import answer_suite
+
+    results = []
+    for suite in map(load_suite, names):
+        before = answer_suite(str(run), suite, say=note)
+        after = answer_suite(str(merged), suite, arm=before.arm, say=note)
+        results.append(compare_saved(suite, before, after, slices=False, costs=False))
+    return gate(results, require="no-regression", correction="holm")
 
 
 class Method(StrEnum):

@@ -96,3 +96,21 @@ def test_a_run_is_asked_as_it_was_trained(suite: Path, call: Any, make_finished_
     code, told = call(run, "--suite", suite)
     assert (code, told["arms"][0]["arm"]) == (0, "tuned")
     assert told["arms"][0]["adapter_sha256"]
+
+
+def test_a_merge_can_be_verified_on_a_suite(
+    suite: Path, make_finished_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_finished_run(suite)
+    merging = ["merge", "adapter", str(run), "--dtype", "fp32", "--verify", str(suite), "--json"]
+    with pytest.raises(SystemExit) as stop:
+        main([*merging, "--out", str(tmp_path / "merged")])
+    told = json.loads(capsys.readouterr().out)
+    verified = told["verified"]
+    assert stop.value.code == verified["exit_code"] in (0, 11)  # six items may be too few to exclude a loss
+    assert verified["suites"][0]["difference"] == 0.0
+    merging[2] = str(run / "adapter")
+    with pytest.raises(SystemExit) as stop:
+        main([*merging, "--out", str(tmp_path / "again")])
+    assert stop.value.code == 2 and "is no run" in capsys.readouterr().out
+    assert not (tmp_path / "again").exists()
