@@ -329,7 +329,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copied(model: Any) -> dict[str, torch.Tensor]:
-    return {key: parameter.detach().clone() for key, parameter in trainable_parameters(model).items()}
+    return {key: p.detach().cpu().clone() for key, p in trainable_parameters(model).items()}
 
 
 @torch.no_grad()
