@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RECIPE ?= recipes/sft/home_intents_lora.yaml
 SET    ?=
+LAUNCH ?=
 RUN    ?=
 OUT    ?=
 BASELINE ?= base
@@ -30,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## install everything into .venv (once)
 
-finetune: $(STAMP)  ## the main job: RECIPE=… SET="a.b=1 profile=smoke"
-	@$(BIN)/finetune run $(RECIPE) $(OVERRIDES)
+finetune: $(STAMP)  ## the main job: RECIPE=… SET="a.b=1 profile=smoke" LAUNCH=recipes/launch/ddp_2.yaml
+	@$(BIN)/finetune run $(RECIPE) $(OVERRIDES) $(if $(LAUNCH),--launch $(LAUNCH))
 
 eval: $(STAMP)  ## paired evaluation: RUN=runs/<id> BASELINE=base
 	@$(BIN)/finetune eval run $(RUN) --baseline $(BASELINE)

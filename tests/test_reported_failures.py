@@ -265,7 +265,7 @@ def _worker(folder: Path) -> None:
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     rank = int(os.environ["RANK"])
-    recipe = recipe_of(max_grad_norm=1e9, max_steps=1)
+    recipe = recipe_of(max_grad_norm=1e9, max_steps=1, gradient_accumulation_steps=2)
     trainer = trainer_of(
         recipe, tiny.build_tiny_model(), tiny.build_tiny_tokenizer(), rows_of([11, 101]), folder / str(rank)
     )

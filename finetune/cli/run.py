@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.output import JsonFlag, emit, note
+from finetune.errors import ExitCode
 
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Override a key: --set train.learning_rate=1e-4.")
@@ -20,15 +21,42 @@ def run(
     ],
     overrides: SetOption = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<recipe>-<digest8>.")] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            help="Train in several processes: an accelerate config, e.g. recipes/launch/ddp_2.yaml."
+        ),
+    ] = None,
+    launch_overrides: Annotated[
+        list[str] | None,
+        typer.Option("--launch-set", help="Override a key of that config: --launch-set machine_rank=1."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Curate, evaluate the base, tune, evaluate again, compare, report. The exit code is the verdict."""
     from finetune.cli.quiet import quiet_libraries
 
     quiet_libraries()
+    if launch is not None:
+        from finetune.training.launch import launch_processes
+
+        arguments = [recipe, *(f"--set={override}" for override in overrides or [])]
+        arguments += ["--run-dir", str(run_dir)] if run_dir is not None else []
+        arguments += ["--json"] if as_json else []
+        code = launch_processes(launch, launch_overrides or [], ["run", *arguments])
+        if code == ExitCode.INTERRUPTED:  # one of the processes has said so
+            raise SystemExit(code)
+        return code
     from finetune.pipeline.run import run_recipe
     from finetune.pipeline.screen import last_screen
+    from finetune.training.processes import join_processes
 
+    processes = join_processes()
+    if not processes.works_alone:
+        from finetune.pipeline.follow import follow_run
+
+        follow_run(recipe, overrides or [], run_dir=run_dir, processes=processes)
+        return 0
     outcome = run_recipe(recipe, overrides or [], run_dir=run_dir, say=note)
     payload = {
         "run": str(outcome.folder),

@@ -44,20 +44,29 @@ _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
 def save_adapter(
-    model: Any, folder: Path, *, tokenizer: Any | None = None, source: ModelSource | None = None
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any | None = None,
+    source: ModelSource | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the adapter of a PeftModel in PEFT's own format; the folder appears complete or not at all.
 
     The embedding is saved along when the vocabulary was resized after loading, and also when the base cannot be
     consulted (a model built in memory): without its new rows such an adapter could never be used again. With `source`
-    the base's digest is noted. Lists in the configuration are sorted, so that equal adapters are equal bytes.
+    the base's digest is noted. Lists in the configuration are sorted, so that equal adapters are equal bytes. `weights`
+    are the adapter's tensors by their names in the model, where the model itself holds only a part of each.
     """
     with disk_faults(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.part-"))
         try:
             model.save_pretrained(
-                str(part), safe_serialization=True, save_embedding_layers=_was_resized(model, source)
+                str(part),
+                safe_serialization=True,
+                save_embedding_layers=_was_resized(model, source),
+                state_dict=weights,
             )
             _sort_configuration(part / ADAPTER_CONFIG)
             if tokenizer is not None:

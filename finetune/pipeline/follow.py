@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.data.decontaminate import decontaminate
+from finetune.data.build import open_build
 from finetune.digest import digest_json
 from finetune.errors import UserError
-from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import runs_root
-from finetune.pipeline.decontaminate import suite_questions
 from finetune.pipeline.inputs import gather_inputs
 from finetune.pipeline.manifest import FILE_NAME, RunManifest
-from finetune.pipeline.stages import RunContext, build_stage, train_depends_on, train_model, training_rows
+from finetune.pipeline.stages import RunContext, train_depends_on, train_model, training_rows
 from finetune.training.processes import END, TRAIN, Processes
 
 
@@ -38,17 +36,12 @@ def follow_run(
         )
     manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
     context = RunContext(inputs, manifest, _silent)
-    suites = [
-        load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
-        for suite in inputs.suites
-    ]
-    build, _ = decontaminate(build_stage(context), suite_questions(suites, inputs.spec_path))
-    rows = training_rows(context, build)
+    rows = training_rows(context, open_build(folder / "data"))
     if rows.digest != rows_digest:
         raise UserError(
             f"process {processes.rank} reads other rows than the first process",
             why=f"their digests are {rows.digest[:8]} and {rows_digest[:8]}",
-            fix="give every machine the same dataset files and the same installation",
+            fix="give every machine the same installation, and see that the disk of the runs is the same",
         )
     train_model(context, rows, owner=digest_json(train_depends_on(context, rows)))
 

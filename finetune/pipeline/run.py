@@ -29,7 +29,9 @@ from finetune.pipeline.stages import (
     train_stage,
     tuned_stage,
 )
+from finetune.pipeline.teacher_stage import cache_stage, teacher_stage
 from finetune.recipe.resolve import resolved_yaml
+from finetune.training.processes import END, join_processes
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def run_recipe(
 ) -> RunOutcome:
     """Run a recipe from the first stage that is not complete. The verdict is in the outcome.
 
+    Of several processes the first one calls this, the others `follow_run`.
     Raises UserError for anything the user can mend; KeyboardInterrupt after Ctrl-C, with everything complete saved.
     """
     from finetune.report.page import write_report
@@ -78,7 +81,9 @@ def run_recipe(
         suites = [show_trained_rows(data, trained, inputs.spec_path, compared=True) for data in suites]
         check_stage(context, rows)
         baseline_stage(context, suites)
+        teacher_stage(context, suites)
         announce_power(context, suites)
+        cache_stage(context, rows)
         write_report(folder)  # what is known before the tuning, while it runs
         train_stage(context, rows)
         tuned_stage(context, suites)
@@ -86,6 +91,8 @@ def run_recipe(
         if not context.worked:
             say("nothing to do: every stage of this run is complete")
         report = write_report(folder)
+    if "train" not in context.worked:
+        join_processes().post(END)  # the others still wait
     return RunOutcome(folder, comparison, tuple(context.worked), tuple(context.skipped), report)
 
 
@@ -96,6 +103,7 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
     manifest.inputs = {
         "model": inputs.source.digest,
         **({"start": inputs.start.digest} if inputs.start is not None else {}),
+        **({"teacher": inputs.teacher.digest} if inputs.teacher is not None else {}),
         **{f"suite {suite.name}": suite.digest for suite in inputs.suites},
     }
     manifest.folders = dict(inputs.folders)

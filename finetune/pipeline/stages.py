@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.data.build import DatasetBuild, build_dataset, default_builds_root
+from finetune.data.build import DatasetBuild, build_dataset, default_builds_root, open_build
 from finetune.data.decontaminate import decontaminate
 from finetune.digest import digest_bytes, digest_json
 from finetune.errors import UserError
@@ -28,23 +28,26 @@ from finetune.model.new_tokens import NewTokens, add_new_tokens
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
+from finetune.pipeline.checks import environment_findings, forecast_here, row_findings, tell
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
+from finetune.pipeline.distil import compare_with_teacher, teaching, teaching_key
 from finetune.pipeline.inputs import RunInputs
+from finetune.pipeline.live_diagnosis import LiveDiagnosis
 from finetune.pipeline.manifest import RunManifest
 from finetune.pipeline.methods import (
     Split,
     learnt,
-    longest_example,
     plain_rows,
     score_seed,
     tokenise_side,
     train_by_method,
 )
 from finetune.pipeline.preflight import check_packs
-from finetune.plan.memory import forecast_training
+from finetune.pipeline.trainable import load_to_train
+from finetune.telemetry.events import EventLog
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
 from finetune.telemetry.progress import Progress
-from finetune.training.trained_part import add_trained_part
+from finetune.training.processes import TRAIN, join_processes, leave_processes
 
 _CANARY_PROMPTS = 2
 
@@ -96,8 +99,12 @@ class RunContext:
             return
         self.say(announcement)
         outputs: list[Path] = []
+        log = EventLog(self.folder / "events.jsonl")
+        log.write("stage", name=name, status="running")
         with self.manifest.running(name, depends_on, outputs):
             work(outputs)
+        seconds = self.manifest.stages[name]["seconds"]
+        log.write("stage", name=name, status="complete", seconds=seconds)
         self.worked.append(name)
 
 
@@ -124,29 +131,35 @@ def data_stage(context: RunContext, build: DatasetBuild, suites: Sequence[SuiteD
     """Leave out train rows that the suites ask, tokenise both sides, and write what became of every row."""
     recipe = context.inputs.recipe
     build, found = decontaminate(build, suite_questions(suites, context.inputs.spec_path))
-    context.tokenizer = tokenizer_before(context.inputs)
-    tokenizer = context.tuned.tokenizer
-    splits = {
-        "train": tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer),
-        "validation": tokenise_side(
-            recipe, build.rows("validation")[: recipe.data.max_validation_rows], tokenizer
-        ),
-    }
-    digest = digest_json({side: learnt(split) for side, split in splits.items()})
+    rows = training_rows(context, build)
 
     def work(outputs: list[Path]) -> None:
         outputs += _copy_build(build, context.folder / "data")
         summary = {
             side: {"counts": split.counts, "dropped": split.dropped, "target_tokens": split.n_targets}
-            for side, split in splits.items()
+            for side, split in (("train", rows.train), ("validation", rows.validation))
         }
         tokenised = context.folder / "data" / "tokenised.json"
-        write_json(tokenised, {"digest": digest, "max_tokens": recipe.data.max_tokens, "splits": summary})
+        write_json(
+            tokenised, {"digest": rows.digest, "max_tokens": recipe.data.max_tokens, "splits": summary}
+        )
         outputs.append(tokenised)
 
     announcement = "\n".join(filter(None, [f"data: {_row_line(build)}", contaminated_line(found)]))
-    context.stage("data", {"build": build.digest, "rows": digest}, work, announcement)
-    return TrainingRows(splits["train"], splits["validation"], digest)
+    context.stage("data", {"build": build.digest, "rows": rows.digest}, work, announcement)
+    return rows
+
+
+def training_rows(context: RunContext, build: DatasetBuild) -> TrainingRows:
+    """Both sides of a build whose contaminated rows are left out, tokenised."""
+    recipe = context.inputs.recipe
+    context.tokenizer = tokenizer_before(context.inputs)
+    tokenizer = context.tuned.tokenizer
+    train = tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer)
+    held_out = build.rows("validation")[: recipe.data.max_validation_rows]
+    validation = tokenise_side(recipe, held_out, tokenizer)
+    digest = digest_json({"train": learnt(train), "validation": learnt(validation)})
+    return TrainingRows(train, validation, digest)
 
 
 def _copy_build(build: DatasetBuild, target: Path) -> list[Path]:
@@ -164,19 +177,35 @@ def _row_line(build: DatasetBuild) -> str:
 
 
 def check_stage(context: RunContext, rows: TrainingRows) -> None:
-    """What the rows add to `preflight`: whether each fits a pack, and the memory forecast."""
+    """What the rows add to `preflight`: whether each fits a pack, what the doctor's quick checks say, the memory forecast.
+
+    Faults stop the run; warnings are said once, and are kept in checks.json.
+    """
     recipe = context.inputs.recipe
     for split in (rows.train, rows.validation):
         check_packs(recipe, split)
-    longest = longest_example(rows.train)
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 
     def work(outputs: list[Path]) -> None:
-        pack_tokens = recipe.train.pack_tokens if recipe.train.packing else longest
-        forecast = forecast_training(recipe, context.inputs.config, longest_pack_tokens=pack_tokens)
+        forecast = forecast_here(recipe, context.inputs.config, rows.train)
         write_json(context.folder / "forecast.json", forecast.to_dict())
+        findings = [
+            *environment_findings(recipe.model.dtype),
+            *row_findings(
+                recipe,
+                context.inputs.config,
+                forecast,
+                open_build(context.folder / "data").rows("train")[: recipe.data.max_train_rows],
+                rows.train,
+                context.tuned.tokenizer,
+                n_validation=len(rows.validation.rows),
+                n_added_tokens=len(context.tuned.new.ids),
+            ),
+        ]
+        write_json(context.folder / "checks.json", {"findings": [one.to_dict() for one in findings]})
+        tell(findings, context.say)
 
-    context.stage("check", depends_on, work, "check: model, adapter and memory forecast")
+    context.stage("check", depends_on, work, "check: machine, rows, tokens and memory forecast")
 
 
 def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
@@ -224,48 +253,14 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
 
 def train_stage(context: RunContext, rows: TrainingRows) -> None:
     """Tune. Refuses to begin before every baseline is complete."""
-    recipe, source = context.inputs.recipe, context.inputs.source
     unfinished = [name for name in _baseline_names(context) if not context.manifest.stages[name]["completed"]]
     assert not unfinished, f"nothing is tuned before there is an evaluation: {unfinished}"
-    depends_on = {"recipe": context.inputs.digest, "model": source.digest, "rows": rows.digest}
-    start = context.inputs.start
-    if start is not None:
-        depends_on["start"] = start.digest
+    depends_on = train_depends_on(context, rows)
     _drop_outdated_checkpoints(context, depends_on)
 
     def work(outputs: list[Path]) -> None:
-        release_memory()  # so that the peak of training is not that of the evaluation before it
-        reset_peak_memory()
-        section = recipe.model
-        attention = section.attention
-        if attention == "auto":
-            attention = "document" if recipe.train.packing else "sdpa"
-        model = load_model(
-            source,
-            dtype=section.dtype,
-            quantize=section.quantize,
-            double_quantization=section.double_quantization,
-            attention=attention,
-            trust_remote_code=section.trust_remote_code,
-            score_seed=score_seed(recipe),
-        )
-        if start is not None:
-            model = load_adapter(model, start.folder, source=source, trainable=True)
-        else:
-            model = add_trained_part(
-                model, recipe, source=source, new_tokens=context.tuned.new, rows=plain_rows(rows.train)
-            )
-        result = train_by_method(
-            recipe,
-            model,
-            context.tuned.tokenizer,
-            rows.train,
-            rows.validation,
-            run_folder=context.folder,
-            owner=digest_json(depends_on),
-            say=context.say,
-            source=source,
-        )
+        join_processes().post(TRAIN, rows.digest)
+        result = train_model(context, rows, owner=digest_json(depends_on))
         forecast = read_json(context.folder / "forecast.json")
         forecast |= {"used_peak_bytes": peak_memory_bytes(), "basis": memory_basis()}
         write_json(context.folder / "forecast.json", forecast)
@@ -280,6 +275,38 @@ def train_stage(context: RunContext, rows: TrainingRows) -> None:
         work,
         f"train: {len(rows.train.rows)} rows, {rows.train.n_targets} targets an epoch",
     )
+
+
+def train_depends_on(context: RunContext, rows: TrainingRows) -> dict[str, Any]:
+    """What decides the trained weights; its digest owns the checkpoints."""
+    inputs = context.inputs
+    depends_on = {"recipe": inputs.digest, "model": inputs.source.digest, "rows": rows.digest}
+    if inputs.start is not None:
+        depends_on["start"] = inputs.start.digest
+    return depends_on | teaching_key(inputs)
+
+
+def train_model(context: RunContext, rows: TrainingRows, *, owner: str) -> Any:
+    """Load the base, attach what is trained, and train: what every process of a run does. Returns the TrainResult."""
+    recipe, source = context.inputs.recipe, context.inputs.source
+    release_memory()  # so that the peak of training is not that of the evaluation before it
+    reset_peak_memory()
+    model = load_to_train(context.inputs, new_tokens=context.tuned.new, rows=plain_rows(rows.train))
+    result = train_by_method(
+        recipe,
+        model,
+        context.tuned.tokenizer,
+        rows.train,
+        rows.validation,
+        run_folder=context.folder,
+        owner=owner,
+        say=context.say,
+        source=source,
+        callbacks=[LiveDiagnosis(context.folder / "events.jsonl", context.say)],
+        **teaching(context.inputs, context.tuned.tokenizer, plain_rows(rows.train), context.say),
+    )
+    leave_processes()
+    return result
 
 
 def _drop_outdated_checkpoints(context: RunContext, depends_on: dict[str, Any]) -> None:
@@ -389,7 +416,7 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
         "arms": {
             name: record["outputs"]
             for name, record in context.manifest.stages.items()
-            if name.startswith(("baseline ", "evaluate "))
+            if name.startswith(("baseline ", "teacher ", "evaluate "))
         },
         "suites": [data.suite.digest for data in suites],
         "correction": recipe.eval.correction,
@@ -410,6 +437,7 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
                     result["comparisons"] += compare_folders(data.suite, baseline, arm, tuned, slices=False)[
                         "comparisons"
                     ]
+            compare_with_teacher(context.inputs, data, result, baseline, tuned)
             results.append(result)
         write_json(path, combine(results, recipe.eval.correction))
         outputs.append(path)
@@ -422,6 +450,6 @@ def compare_stage(context: RunContext, suites: Sequence[SuiteData]) -> dict[str,
 def _statistics_digest() -> str:
     """A change of the statistics compares saved answers again, without generating one."""
     root = Path(__file__).parent.parent
-    names = ("compare", "claims", "cost", "slicing")
+    names = ("compare", "claims", "cost", "gap", "slicing")
     files = sorted([*(root / "stats").glob("*.py"), *(root / "evaluation" / f"{name}.py" for name in names)])
     return digest_json([[path.name, digest_bytes(path.read_bytes())] for path in files])

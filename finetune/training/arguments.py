@@ -10,11 +10,13 @@ import torch
 
 from finetune.recipe.schema import Recipe, TrainSection
 from finetune.training.memory_saving import checkpointing_arguments
+from finetune.training.processes import n_processes
+from finetune.training.shares import micro_batches_of_process
 
 
-def count_steps(n_examples: int, settings: TrainSection, *, n_processes: int = 1) -> int:
-    """Optimizer steps of the whole run, counted as transformers counts them (the last window may be short)."""
-    batches = math.ceil(n_examples / (settings.micro_batch_size * n_processes))
+def count_steps(n_examples: int, settings: TrainSection) -> int:
+    """Optimizer steps of the whole run, as many whatever the number of processes (the last window may be short)."""
+    batches = math.ceil(n_examples / settings.micro_batch_size)
     per_epoch = max(math.ceil(batches / settings.gradient_accumulation_steps), 1)
     steps = math.ceil(settings.epochs * per_epoch)
     return min(steps, settings.max_steps) if settings.max_steps else steps
@@ -35,7 +37,9 @@ def shared_arguments(
         "per_device_train_batch_size": settings.micro_batch_size,
         "per_device_eval_batch_size": settings.micro_batch_size,
         # With a batch ramp an item of the loader is a whole step already (batch_ramp.py).
-        "gradient_accumulation_steps": 1 if settings.batch_ramp else settings.gradient_accumulation_steps,
+        "gradient_accumulation_steps": 1
+        if settings.batch_ramp
+        else micro_batches_of_process(settings, n_processes()),
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
@@ -53,5 +57,6 @@ def shared_arguments(
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "report_to": list(settings.report_to) or "none",
+        "run_name": recipe.name,  # as trackers show it
         "disable_tqdm": True,
     }

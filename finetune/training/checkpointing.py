@@ -138,7 +138,7 @@ class CheckpointingTrainer(Trainer):
         if checkpoint is None:
             return
         path = self._rng_path(Path(checkpoint), self.args.process_index)
-        following = self._rng_path(Path(checkpoint), self.args.world_size)
+        following = Path(checkpoint) / f"random-{self.args.world_size}"
         if not path.with_suffix(".json").is_file() or following.with_suffix(".json").is_file():
             return  # saved by another number of processes: the draws of dropout start anew
         states = load_state(path)

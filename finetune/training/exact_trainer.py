@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -19,45 +19,86 @@ from finetune.errors import UserError
 from finetune.model.adapters import check_gradients_arrive
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
-from finetune.training.checkpoints import save_checkpoint
+from finetune.telemetry.trackers import tracked
+from finetune.training.checkpointing import CheckpointingTrainer
 from finetune.training.memory_saving import offload_context, set_model_dropout
 from finetune.training.optimizers import build_optimizer
 from finetune.training.schedules import build_schedule
-from finetune.training.states import load_state, save_state
+from finetune.training.sharding import has_experts
+from finetune.training.shares import IDLE, SharedLoader, SharedSteps, copy_tally, uncount
 
 # Below this factor fp16 gradients overflow whatever is done: the loss itself is broken.
 _SMALLEST_LOSS_SCALE = 1.0
 
 
-class ExactTrainer(Trainer):
+class ExactTrainer(CheckpointingTrainer):
     """Mixed in before one of TRL's trainers; the subclass computes the loss and fills `tally`.
 
     - optimizer and schedule are the recipe's (`optimizers.py`, `schedules.py`);
-    - checkpoints are atomic, checksummed and owned by one recipe (`checkpoints.py`), their states are tensors and plain
-      data (`states.py`);
+    - checkpoints are atomic, checksummed and owned by one recipe, their states are tensors and plain data
+      (`checkpointing.py`);
     - a loss or gradient that is not finite stops the run before the optimizer step;
-    - what is logged is the step of all ranks;
+    - what is logged is the step of all ranks, and its examples do not depend on their number (`shares.py`);
     - the loss is divided by the items of the whole optimizer step in `compute_loss`, so nothing rescales it afterwards.
     """
 
     control: TrainerControl
-    optimizer: Any
-    lr_scheduler: Any
-    settings: TrainSection
-    checkpoint_root: Path
-    owner: str
     tally: StepTally
+    # Acts after a divergence (`rewind.py`), by the number of steps done.
+    rate_factor: Callable[[int], float] = staticmethod(lambda step: 1.0)
+    left_out: Callable[[int], frozenset[str]] = staticmethod(lambda step: frozenset())
 
     def follow(self, settings: TrainSection, *, checkpoint_root: Path, owner: str, tally: StepTally) -> None:
         """Call once after the trainer is built. `owner`: digest of what the run depends on."""
         self.settings, self.checkpoint_root, self.owner, self.tally = settings, checkpoint_root, owner, tally
+        self._tracked: dict[str, float] = {}
         self.keep_also: set[int] = set(settings.pin_checkpoints)
+        self.stop = StopWhenAsked()
+        self._idle = False
         self.offload = offload_context(self.model, settings)
         set_model_dropout(self.model, settings.model_dropout)
         # The losses here divide by the items of the whole step, so the trainer must count and not rescale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.add_callback(_HoldStarts())
+        self._prepare_for_several()
+
+    def _prepare_for_several(self) -> None:
+        """Gradients are added up in fp32; a search for parameters that had no part in a step only where some may have none."""
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.find_unused_parameters = has_experts(self.model.config)
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            if (policy := plugin.mixed_precision_policy) is not None:
+                plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
+
+    def get_train_dataloader(self) -> Any:
+        """One process reads transformers' loader; several share every step of it."""
+        if self.args.world_size == 1:
+            return super().get_train_dataloader()
+        dataset: Any = self.train_dataset
+        steps = SharedSteps(
+            len(dataset), self.settings, self.args.data_seed, self.args.process_index, self.args.world_size
+        )
+        return SharedLoader(dataset, steps, self.data_collator)
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[Any, Any]:
+        """The micro-batches of a step, and its items; what is only computed along has none."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if rows := self.left_out(self.state.global_step):
+            self.silence(batches, rows)
+        own = [batch for batch in batches if isinstance(batch, list) or IDLE not in batch]
+        return batches, self._get_num_items_in_batch(own, device)
+
+    def silence(self, batches: list[Any], rows: frozenset[str]) -> None:
+        """Take the targets of `rows` out of the batches."""
+        raise UserError(
+            "rows can be left out of supervised training only",
+            where="train.rewind.remedy",
+            fix="set train.rewind.remedy: halve_rate",
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The recipe's; `model` is the wrapped one where its parameters are sharded."""
@@ -70,7 +111,7 @@ class ExactTrainer(Trainer):
         if self.lr_scheduler is None:
             chosen = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = build_schedule(
-                getattr(chosen, "optimizer", chosen), self.settings, num_training_steps
+                getattr(chosen, "optimizer", chosen), self.settings, num_training_steps, self.rate_factor
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -80,8 +121,12 @@ class ExactTrainer(Trainer):
         if isinstance(inputs, list):
             losses = [self.training_step(model, part, num_items_in_batch) for part in inputs]
             return torch.stack(losses).sum()
+        self._idle = inputs.pop(IDLE, False)
+        before = copy_tally(self.tally) if self._idle else None
         with self.offload:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if before is not None:
+            uncount(self.tally, before)
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -92,12 +137,12 @@ class ExactTrainer(Trainer):
         """The sum of a micro-batch's losses as its part of the step's mean over `n_items` (all micro-batches and ranks)."""
         # DDP averages gradients over the ranks, the definition sums them.
         ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return loss_sum * (ranks / max(float(n_items), 1.0))
+        return loss_sum * (0.0 if self._idle else ranks / max(float(n_items), 1.0))
 
     def require_finite_loss(self, value: float) -> None:
         """Raise UserError before the optimizer step when the loss of a micro-batch is not finite."""
         if not math.isfinite(value):
-            raise _not_finite("loss", self.state.global_step + 1)
+            raise NotFiniteError("loss", self.state.global_step + 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.state.global_step == 0:
@@ -106,29 +151,47 @@ class ExactTrainer(Trainer):
         if self.accelerator.num_processes > 1:
             self._sum_tally_over_ranks()
         self.tally.grad_norm = float(norm)
+        self.tally.loss_scale = self._loss_scale()
         if not math.isfinite(self.tally.grad_norm) and not self._will_rescale():
-            raise _not_finite("gradient", self.state.global_step + 1)
+            raise NotFiniteError("gradient", self.state.global_step + 1)
         return norm
 
     def _will_rescale(self) -> bool:
         """Whether an overflow is that of fp16's loss scale: the scaler then skips the step and halves the scale."""
+        scale = self._loss_scale()
+        return scale is not None and scale > _SMALLEST_LOSS_SCALE
+
+    def _loss_scale(self) -> float | None:
+        """The factor on the loss that keeps fp16 gradients in range; None in other types."""
         scaler = getattr(self.accelerator, "scaler", None)
-        return scaler is not None and scaler.is_enabled() and scaler.get_scale() > _SMALLEST_LOSS_SCALE
+        return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
     def _sum_tally_over_ranks(self) -> None:
         """The loss that is logged is the one that is optimized, not that of this rank's rows."""
-        counted = self.tally.values()
+        counted = [*self.tally.values(), float(self.stop.asked)]
         totals = torch.tensor(counted, dtype=torch.float64, device=self.args.device)
-        self.tally.replace(self.accelerator.reduce(totals, reduction="sum").tolist())
+        *sums, asked = self.accelerator.reduce(totals, reduction="sum").tolist()
+        self.tally.replace(sums)
+        self.stop.agreed = asked > 0
+        self.tally.rows = gather_object(self.tally.rows)
+        worst = [one for one in gather_object([self.tally.worst_row]) if one is not None]
+        self.tally.worst_row = max(worst, default=None)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Only what `report_to` trackers need; events.jsonl is written by the telemetry callback."""
+        """Only for `report_to` trackers, which get every number of the step event; events.jsonl is the telemetry's."""
+        if "loss" in logs:
+            logs = {**logs, **self._tracked}
         Trainer.log(self, logs, start_time)
 
-    def save_weights(self, folder: Path) -> None:
-        """Adapter or model with its tokenizer, as safetensors and JSON; no pickle."""
-        self.save_model(str(folder), _internal_call=True)
-        (folder / "training_args.bin").unlink(missing_ok=True)
+    def track(self, fields: dict[str, Any]) -> None:
+        """The step event, for the trackers' next line."""
+        if self.settings.report_to:
+            self._tracked = tracked(fields)
+
+    def track_validation(self, fields: dict[str, Any]) -> None:
+        """A line of its own for the trackers, each name with 'eval_' before it, as they know a validation."""
+        if self.settings.report_to:
+            self.log({name.replace("/", "_", 1): value for name, value in tracked(fields).items()})
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -153,88 +216,6 @@ class ExactTrainer(Trainer):
             for group in inner.param_groups:
                 group["train_mode"] = True
 
-    def load_step(self, checkpoint: Path) -> None:
-        """Put a checkpoint's weights, and with an averaging optimizer its state, into the model; nothing is trained."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        if inner is None:
-            inner = self.create_optimizer()
-        if callable(getattr(inner, "eval", None)):
-            inner.load_state_dict(load_state(checkpoint / "optimizer"))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if not self.args.should_save:
-            return
-        step = self.state.global_step
-
-        def fill(folder: Path) -> None:
-            self.save_weights(folder)
-            self._save_optimizer_and_scheduler(str(folder))
-            self._save_rng_state(str(folder))
-            self._save_scaler(str(folder))
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-
-        save_checkpoint(
-            self.checkpoint_root,
-            step,
-            fill,
-            owner=self.owner,
-            keep=self.settings.keep_checkpoints,
-            keep_also=self.keep_also,
-        )
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # sharded states have a format of their own
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        save_state(Path(output_dir) / "optimizer", self.optimizer.state_dict())
-        save_state(Path(output_dir) / "scheduler", self.lr_scheduler.state_dict())
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None:
-            self.optimizer.load_state_dict(load_state(Path(checkpoint) / "optimizer"))
-            self.lr_scheduler.load_state_dict(load_state(Path(checkpoint) / "scheduler"))
-
-    def _rng_path(self, folder: str) -> Path:
-        rank = f"-{self.args.process_index}" if self.args.world_size > 1 else ""
-        return Path(folder) / f"random{rank}"
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.random.get_rng_state(self.args.device)
-        save_state(self._rng_path(output_dir), states)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = self._rng_path(checkpoint)
-        if not path.with_suffix(".json").is_file():
-            return  # saved by another number of processes: the draws of dropout start anew
-        states = load_state(path)
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.random.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.random.set_rng_state(states["cuda"], self.args.device)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is not None:
-            save_state(Path(output_dir) / "scaler", scaler.state_dict())
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        scaler = getattr(self.accelerator, "scaler", None)
-        if checkpoint is not None and scaler is not None:
-            scaler.load_state_dict(load_state(Path(checkpoint) / "scaler"))
-
 
 class _HoldStarts(TrainerCallback):
     """Keeps the held halves of doubled adapters bit by bit through every optimizer step."""
@@ -253,15 +234,20 @@ class _HoldStarts(TrainerCallback):
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ctrl-C once: finish the step, save a checkpoint, stop. The flag is set by a signal handler."""
+    """Ctrl-C once: finish the step, save a checkpoint, stop. `asked` is set by a signal handler.
+
+    Of several processes each hears of it at another moment: they stop at the step at which all know (`agreed`).
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.agreed = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.asked:
+        if args.world_size == 1:
+            self.agreed = self.asked
+        if self.agreed:
             control.should_save = True
             control.should_training_stop = True
 
@@ -285,9 +271,13 @@ class OnEvent(TrainerCallback):
         self._validated(state.global_step, kwargs["metrics"])
 
 
-def _not_finite(what: str, step: int) -> UserError:
-    return UserError(
-        f"the {what} of step {step} is not finite; the run stopped before that step changed a weight",
-        why="the learning rate is too high for this model and data, or a row is broken",
-        fix="lower train.learning_rate (by 3 to 10 times), or lower train.max_grad_norm; the last checkpoint is kept",
-    )
+class NotFiniteError(UserError):
+    """The loss or the gradient of step `step` is not finite; that step has changed no weight."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.step = step
+        super().__init__(
+            f"the {what} of step {step} is not finite; the run stopped before that step changed a weight",
+            why="the learning rate is too high for this model and data, or a row is broken",
+            fix="lower train.learning_rate (by 3 to 10 times), or lower train.max_grad_norm; the last checkpoint is kept",
+        )

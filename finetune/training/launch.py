@@ -94,6 +94,13 @@ def _check(config: Any, path: Path) -> None:
         check_sharding(
             "deepspeed" if kind == "DEEPSPEED" else "fsdp2" if version == "2" else "fsdp1", on_cuda
         )
+    if on_cuda and (config.use_cpu or kind == "MULTI_CPU"):
+        raise UserError(
+            "training on the CPU of a machine with GPUs is asked for",
+            where=str(path),
+            why="the processes would take the GPUs all the same",
+            fix="hide them: CUDA_VISIBLE_DEVICES= finetune run …",
+        )
     here = config.num_processes // config.num_machines
     if on_cuda and here > torch.cuda.device_count():
         raise UserError(
@@ -133,10 +140,12 @@ def _options(path: Path, config: Any) -> list[str]:
     options = ["--config_file", str(path)]
     if config.main_process_port is None and config.num_machines == 1:
         options += ["--main_process_port", "0"]  # any free one: two runs on one machine do not meet
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        cores = psutil.cpu_count(logical=False) or 1
-        here = config.num_processes // config.num_machines
-        options += ["--multi_gpu", "--num_cpu_threads_per_process", str(max(cores // here, 1))]
+    if not torch.cuda.is_available():
+        options.append("--multi_gpu")  # without it accelerate starts a single process on the CPU
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = psutil.cpu_count(logical=False) or 1
+            here = config.num_processes // config.num_machines
+            options += ["--num_cpu_threads_per_process", str(max(cores // here, 1))]
     return options
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.source import ModelSource
@@ -35,6 +35,7 @@ def train_preference(
     references: Path,
     say: Callable[[str], None],
     source: ModelSource | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainResult:
     """Tune `model`, as training shall start from it, on answered prompts; write `adapter/` or `model/` into the run folder.
 
@@ -74,7 +75,16 @@ def train_preference(
         events, writes = run_folder / "events.jsonl", trainer.accelerator.is_main_process
         watch = PreferenceWatch(events, trainer.tally, section.beta, say, writes=writes)
         trainer.add_callback(watch)
-    result = Session(trainer, recipe, run_folder, say, source).run()
+    result = Session(
+        trainer,
+        recipe,
+        run_folder,
+        say,
+        source,
+        validation_sources=[example.source for pack in packs[1].packs for example in pack.examples],
+        sample_rows=validation_rows or train_rows,
+        callbacks=callbacks,
+    ).run()
     return replace(result, flags=list(watch.flags.values()) if watch else [])
 
 

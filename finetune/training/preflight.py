@@ -8,7 +8,11 @@ import torch
 
 from finetune.errors import Fault, UserError
 from finetune.recipe.schema import Recipe
+from finetune.telemetry.trackers import missing_trackers
 from finetune.training.optimizers import check_optimizer
+from finetune.training.processes import n_processes
+from finetune.training.sharding import sharding_faults, sharding_of
+from finetune.training.shares import micro_batches_of_process
 
 
 def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
@@ -46,14 +50,55 @@ def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
                 "set train.fp8: false; bf16 is the next smaller step",
             )
         )
-    if recipe.train.batch_ramp is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    for name in missing_trackers(recipe.train.report_to):
+        faults.append(
+            Fault(
+                f"the tracker {name} is not installed",
+                "train.report_to",
+                "trackers are not part of this package",
+                f"pip install {name}, or take {name} out of train.report_to; events.jsonl is written either way",
+            )
+        )
+    faults += _several_processes(recipe)
+    if faults:
+        raise UserError(faults)
+
+
+def _several_processes(recipe: Recipe) -> list[Fault]:
+    """What does not go with several processes, or with weights that are spread over them."""
+    count, settings = n_processes(), recipe.train
+    if count == 1:
+        return []
+    faults = sharding_faults(recipe, sharding_of(os.environ))
+    if settings.batch_ramp is not None:
         faults.append(
             Fault(
                 "the batch ramp counts the windows of one process",
                 "train.batch_ramp",
-                f"this run has {os.environ['WORLD_SIZE']} processes",
+                f"this run has {count} processes",
                 "leave out train.batch_ramp, or start one process",
             )
         )
-    if faults:
-        raise UserError(faults)
+    if settings.on_divergence == "rewind":
+        faults.append(
+            Fault(
+                "a divergence that one process sees would leave the others waiting",
+                "train.on_divergence",
+                f"this run has {count} processes",
+                "set train.on_divergence: stop, or start one process",
+            )
+        )
+    if settings.auto:
+        faults.append(
+            Fault(
+                "the fastest batching is measured with one process",
+                "train.auto",
+                f"this run has {count} processes",
+                "run it once with one process, and set what its auto.json says was chosen",
+            )
+        )
+    try:
+        micro_batches_of_process(settings, count)
+    except UserError as error:
+        faults += error.faults
+    return faults

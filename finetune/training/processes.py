@@ -7,6 +7,7 @@ rendezvous, which needs no collective operation: a wait of hours in one of those
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ FAILURE_FILE = "FINETUNE_FAILURE_FILE"  # environment variable that the launcher
 _FAILED = "failed"
 _EXIT_CODE = "exit code"
 _POLL_SECONDS = 0.2
+_WATCH_SECONDS = 1.0
 _STORE_TIMEOUT = timedelta(minutes=5)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # as transformers' trainer has it
 
@@ -76,6 +78,7 @@ class Processes:
 
 
 _joined: Processes | None = None
+_over = threading.Event()  # this process no longer depends on the others, or has failed itself
 
 
 def join_processes() -> Processes:
@@ -92,6 +95,13 @@ def _join() -> Processes:
 
     check_sharding(*asked_sharding())
     PartialState(cpu=not torch.cuda.is_available(), timeout=_COLLECTIVE_TIMEOUT)
+    threading.Thread(target=_end_with_others, args=(_open_store(),), daemon=True).start()
+    return Processes(rank(), n_processes(), _open_store())
+
+
+def _open_store() -> Any:
+    import torch
+
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -100,20 +110,42 @@ def _join() -> Processes:
         timeout=_STORE_TIMEOUT,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = torch.distributed.PrefixStore(f"finetune/{attempt}", store)  # type: ignore[attr-defined]
-    return Processes(rank(), n_processes(), own)
+    return torch.distributed.PrefixStore(f"finetune/{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _end_with_others(store: Any) -> None:
+    """End this process when another one has failed: it may be in an exchange that will never end, deaf to signals."""
+    while not _over.wait(_WATCH_SECONDS):
+        try:
+            failed = store.check([_EXIT_CODE])
+            code = int(store.get(_EXIT_CODE)) if failed else 0
+        except RuntimeError:
+            return
+        if failed and not _over.is_set():
+            os._exit(code)
+
+
+def leave_processes() -> None:
+    """Call in all processes when nothing is exchanged any more; the first one goes on alone."""
+    import torch
+
+    _over.set()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def claim_failure(exit_code: int) -> int | None:
-    """None when this process is the first to fail, and so the one that tells why; else the exit code to end with in silence.
+    """None when this process is the first to fail, and so the one that tells; else the exit code to end with in silence.
 
     The launcher learns of it through the file that FAILURE_FILE names.
     """
     if n_processes() == 1:
         return None
-    told = _told_elsewhere(exit_code)
+    alone = _over.is_set()
+    _over.set()
+    told = None if alone and rank() == 0 else _told_elsewhere(exit_code)
     if told is None and (path := os.environ.get(FAILURE_FILE)):
-        Path(path).write_text(str(exit_code), encoding="utf-8")
+        Path(path).write_text(str(int(exit_code)), encoding="utf-8")
     return told
 
 
@@ -123,7 +155,7 @@ def _told_elsewhere(exit_code: int) -> int | None:
     store = _joined.store
     try:
         if store.add(_FAILED, 1) == 1:
-            store.set(_EXIT_CODE, str(exit_code))
+            store.set(_EXIT_CODE, str(int(exit_code)))
             return None
         return int(store.get(_EXIT_CODE))
     except RuntimeError:  # the process that holds the store is gone: it failed before

@@ -7,20 +7,20 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.model.adapter_files import save_adapter
 from finetune.model.load import DTYPES
 from finetune.model.source import ModelSource
-from finetune.paths import disk_faults
+from finetune.paths import disk_faults, write_json
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import TelemetryCallback
 from finetune.telemetry.events import EventLog, read_events
@@ -30,7 +30,16 @@ from finetune.training.best_step import BestStep
 from finetune.training.checkpoints import checkpoint_step, newest_usable, publish_folder
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
 from finetune.training.preflight import check_training
+from finetune.training.processes import n_processes
+from finetune.training.rewind import Rewinder
+from finetune.training.samples import SampleWriter, sample_prompts
+from finetune.training.validation import by_source
 from finetune.units import format_bytes
+
+VALIDATION_ROWS = (
+    "validation_rows.json"  # of the run folder: summed loss and targets of every validation row, at the end
+)
+_SAME_SIGNAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,20 @@ class TrainResult:
 
 @dataclass
 class Session:
-    """One training of one trainer in one run folder. `say` tells the user; `source` is the base on disk, if any."""
+    """One training of one trainer in one run folder. `say` tells the user; `source` is the base on disk, if any.
+
+    `validation_sources`: where each validation row came from, in the order of the trainer's `row_losses`. `sample_rows`:
+    rows whose prompts are answered along the way, if the recipe asks for that. `callbacks` see every step last.
+    """
 
     trainer: Any  # an ExactTrainer
     recipe: Recipe
     run_folder: Path
     say: Callable[[str], None]
     source: ModelSource | None = None
+    validation_sources: Sequence[str] = ()
+    sample_rows: Sequence[Any] = ()
+    callbacks: Sequence[TrainerCallback] = ()
 
     def run(self) -> TrainResult:
         """Train from the newest undamaged checkpoint to the end, validate, and write the result.
@@ -78,8 +94,18 @@ class Session:
         """
         check_training(self.recipe)
         trainer, root = self.trainer, self.trainer.checkpoint_root
-        stop, best = StopWhenAsked(), self._best_step()
+        stop, best = trainer.stop, self._best_step()
         telemetry = self._watch(stop, best)
+
+        def go_back(step: int) -> None:
+            telemetry.total_tokens = telemetry.total_targets = 0
+            _continue_totals(telemetry, self.events_path)
+            if best is not None:
+                best.validations.clear()
+                best.continue_from(step)
+
+        rewinder = Rewinder(trainer, self.run_folder, telemetry.log, self.say, go_back)
+        trainer.callback_handler.callbacks.insert(0, rewinder.watch)  # before telemetry empties the tally
         with self._one_process_writes() as writes:
             if writes:
                 trial_save(trainer, root)
@@ -94,18 +120,25 @@ class Session:
             trainer.load_step(checkpoint)
         else:
             with finish_step_on_signal(stop):
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stop.asked and trainer.state.global_step < trainer.args.max_steps:
+                rewinder.train(checkpoint)
+        if stop.agreed and trainer.state.global_step < trainer.args.max_steps:
             raise KeyboardInterrupt
         seconds = time.monotonic() - started
         steps = trainer.state.global_step
         step = self._take(best, telemetry) if best is not None else steps
         with trainer.averaged_weights():
             validation = trainer.evaluate() if trainer.eval_dataset is not None else None
+            weights = trainer.whole_weights()
             with self._one_process_writes() as writes:
                 output = self.run_folder / ("adapter" if self.recipe.adapter.kind != "none" else "model")
                 if writes:
-                    save_result(trainer, self.recipe, output, self.source)
+                    save_result(trainer, self.recipe, output, self.source, weights)
+                    if validation is not None:
+                        losses = {
+                            "sums": list(trainer.row_losses.sums),
+                            "targets": list(trainer.row_losses.targets),
+                        }
+                        write_json(self.run_folder / VALIDATION_ROWS, losses)
         result = summarise(trainer, self.run_folder, output, validation, seconds)
         return replace(result, steps=steps, result_step=step)
 
@@ -148,11 +181,10 @@ class Session:
 
     @contextmanager
     def _one_process_writes(self) -> Iterator[bool]:
-        """Whether this process writes; the others wait until it has. Sharded weights are gathered by all of them."""
-        trainer = self.trainer
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        yield trainer.accelerator.is_main_process or sharded
-        trainer.accelerator.wait_for_everyone()
+        """Whether this process writes; the others wait until it has."""
+        accelerator = self.trainer.accelerator
+        yield accelerator.is_main_process
+        accelerator.wait_for_everyone()
 
     @property
     def events_path(self) -> Path:
@@ -168,6 +200,8 @@ class Session:
             step_work(trainer.model),
             measure_peak_flops(compute, trainer.args.device) * trainer.args.world_size,
             Progress("train", trainer.args.max_steps, "steps"),
+            n_examples=len(trainer.train_dataset),
+            on_step=trainer.track,
         )
 
         def saved(step: int) -> None:
@@ -178,11 +212,20 @@ class Session:
             fields: dict[str, Any] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
             if "target_tokens" in fields:
                 fields["target_tokens"] = int(fields["target_tokens"])
+            if sources := by_source(trainer.row_losses, self.validation_sources):
+                fields["sources"] = sources
             log.write("validation", step=step, **fields)
+            trainer.track_validation({"eval": fields})
             telemetry.restart_clock()
 
         trainer.remove_callback(PrinterCallback)  # it prints to standard output, which belongs to answers
         for callback in (telemetry, stop, OnEvent(saved, validated), *([best] if best else [])):
+            trainer.add_callback(callback)
+        samples = self.recipe.train.samples
+        if samples is not None:
+            prompts = sample_prompts(samples, self.sample_rows, trainer.processing_class)
+            trainer.add_callback(SampleWriter(trainer, samples, prompts, log, telemetry.restart_clock))
+        for callback in self.callbacks:
             trainer.add_callback(callback)
         return telemetry
 
@@ -228,16 +271,29 @@ def _continue_totals(telemetry: TelemetryCallback, events: Path) -> None:
 
 @contextmanager
 def finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
-    """First SIGINT or SIGTERM: finish the step and save. A second one acts at once."""
+    """First SIGINT or SIGTERM: finish the step and save. A second one acts at once.
+
+    One Ctrl-C reaches each of several processes twice, from the terminal and from their launcher.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
+    asked_at = 0.0
+
     def ask(number: int, frame: Any) -> None:
-        stop.asked = True
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        nonlocal asked_at
+        again, now = stop.asked, time.monotonic()
+        if again and now - asked_at < _SAME_SIGNAL_SECONDS:
+            return
+        if not again:
+            stop.asked, asked_at = True, now
+        if again or n_processes() == 1:
+            for known, handler in before.items():
+                signal.signal(known, handler)
+        if again:
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, ask)
@@ -248,15 +304,24 @@ def finish_step_on_signal(stop: StopWhenAsked) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def save_result(trainer: Any, recipe: Recipe, final: Path, source: ModelSource | None) -> None:
-    """Write the adapter or the whole model into `final`, all of it or nothing; it loads with plain PEFT / transformers."""
+def save_result(
+    trainer: Any,
+    recipe: Recipe,
+    final: Path,
+    source: ModelSource | None,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Write the adapter or the whole model into `final`, all of it or nothing; it loads with plain PEFT / transformers.
+
+    `weights`: what is trained, where the model holds only a part of it (`CheckpointingTrainer.whole_weights`).
+    """
     if recipe.adapter.kind != "none":
-        save_adapter(trainer.model, final, tokenizer=trainer.processing_class, source=source)
+        save_adapter(trainer.model, final, tokenizer=trainer.processing_class, source=source, weights=weights)
         return
     aside = final.with_name(f".{final.name}.partial")
     with disk_faults(final):
         shutil.rmtree(aside, ignore_errors=True)
-        trainer.save_weights(aside)
+        trainer.save_weights(aside, weights)
         publish_folder(aside, final)
 
 
@@ -274,7 +339,7 @@ def summarise(
         steps=trainer.state.global_step,
         tokens=steps[-1]["tokens"] if steps else 0,
         target_tokens=steps[-1]["target_tokens"] if steps else 0,
-        train_loss=steps[-1]["loss"] if steps else math.nan,
+        train_loss=next((event["loss"] for event in reversed(steps) if event["loss"] is not None), math.nan),
         validation_loss=measured.pop("loss", None),
         seconds=round(seconds, 2),
         tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,

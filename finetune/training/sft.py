@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapters import count_trainable, trainables_to_fp32
@@ -35,10 +35,14 @@ def train_sft(
     owner: str,
     say: Callable[[str], None],
     source: ModelSource | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    make_trainer: Callable[..., ExactSftTrainer] = ExactSftTrainer,
 ) -> TrainResult:
     """Tune `model` (adapter attached, or whole) on tokenised rows and write `adapter/` or `model/` into the run folder.
 
     `source` is the base on disk; its digest is noted beside the adapter, so that another base is refused later.
+    `make_trainer`: a trainer with another loss over the same rows and packs.
+    `callbacks` are called after ours at every step.
     Continues from the newest undamaged checkpoint of the same recipe (`owner`: its digest). Raises UserError for a
     non-finite loss or gradient, a disk that is full, a checkpoint of another recipe; KeyboardInterrupt after Ctrl-C,
     once the current step is saved.
@@ -52,7 +56,7 @@ def train_sft(
         windows = plan_windows([len(ids) for ids in train_set["input_ids"]], settings, recipe.seed)
     total_steps = count_steps(len(train_set), settings) if windows is None else len(windows)
     checkpoint_root = run_folder / "checkpoints"
-    trainer = ExactSftTrainer(
+    trainer = make_trainer(
         checkpoint_root=checkpoint_root,
         owner=owner,
         settings=settings,
@@ -64,10 +68,20 @@ def train_sft(
         eval_dataset=training_dataset(validation_rows, settings) if validation_rows else None,
         processing_class=tokenizer,
     )
+    trainer.row_ids = [row.row_id for row in train_rows]
     trainables_to_fp32(model)  # TRL casts the adapters of a quantized model to bf16
     if keeps_in_place_products(settings):
         speed_up_lora(model)
-    return Session(trainer, recipe, run_folder, say, source).run()
+    return Session(
+        trainer,
+        recipe,
+        run_folder,
+        say,
+        source,
+        validation_sources=[row.source for row in validation_rows],
+        sample_rows=validation_rows or train_rows,
+        callbacks=callbacks,
+    ).run()
 
 
 def _settle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from finetune.training.losses import PLAIN, LossShape
 from finetune.training.turn_weights import WeightedCollator, target_weights
 from finetune.training.validation import RowSums, document_of_targets, own_batches
 
+_NOT_FOR_THE_MODEL = ("target_weights", "rows")
+
 
 class ExactSftTrainer(ExactTrainer, SFTTrainer):
     """Differences from TRL, each tested against the plain definition, besides those of `ExactTrainer`:
@@ -39,6 +42,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
     """
 
     row_losses: RowLosses
+    row_ids: Sequence[str] | None = None  # of the train rows, by their places; for the events
     data_collator: Any
 
     def __init__(
@@ -73,7 +77,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
 
     def _losses(self, model: nn.Module, inputs: dict[str, Any], shape: LossShape = PLAIN) -> TargetOutput:
         """Losses [M] of the targets of one batch."""
-        plain = {name: value for name, value in inputs.items() if name != "target_weights"}
+        plain = {name: value for name, value in inputs.items() if name not in _NOT_FOR_THE_MODEL}
         if self.uses_target_head:
             return model(**plain, target_head=True, loss_shape=shape)  # type: ignore[no-any-return]
         return full_logits_losses(model, plain, shape)
@@ -104,17 +108,56 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         nll_sum = float(losses.nll.detach().sum())
         self.require_finite_loss(nll_sum)
         self.require_finite_loss(objective)
+        self.tally.nll_sum += nll_sum
+        self.count_tokens(inputs, losses.nll.numel())
+        self._note_worst_row(inputs, losses.nll.detach())
+        if weights is not None or not self.settings.loss.is_plain:
+            total_weight = losses.nll.numel() if weights is None else float(weights.sum())
+            self.tally.add_examples(0, {"objective": (objective, total_weight)})
+
+    def count_tokens(self, inputs: dict[str, Any], n_targets: int) -> None:
+        """Add a batch's tokens, targets and rows to the step's tally."""
         lengths = (
             token_lengths(inputs)[:, 0] if "attention_mask" in inputs else inputs["cu_seq_lens_q"].diff()
         )
         tally = self.tally
-        tally.nll_sum += nll_sum
-        tally.n_targets += losses.nll.numel()
+        tally.n_targets += n_targets
         tally.n_tokens += int(lengths.sum())
         tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
-        if weights is not None or not self.settings.loss.is_plain:
-            total_weight = losses.nll.numel() if weights is None else float(weights.sum())
-            tally.add_examples(0, {"objective": (objective, total_weight)})
+        if self.row_ids is not None:
+            silent = self.left_out(self.state.global_step)
+            ids = [self.row_ids[row] for row in inputs.get("rows", ())]
+            tally.rows.extend(row for row in ids if row not in silent)
+
+    def _note_worst_row(self, inputs: dict[str, Any], nll: Tensor) -> None:
+        """Keep the row whose targets have the highest mean loss; `nll` [M] are those of the batch's targets."""
+        if self.row_ids is None or "rows" not in inputs or not nll.numel():
+            return
+        documents = document_of_targets(inputs)
+        n_rows = len(inputs["rows"])
+        sums = torch.zeros(n_rows, dtype=torch.float64, device=nll.device).index_add_(
+            0, documents, nll.double()
+        )
+        means = sums / torch.bincount(documents, minlength=n_rows).clamp(min=1)
+        loss, place = means.max(dim=0)
+        worst = (float(loss), self.row_ids[inputs["rows"][int(place)]])
+        self.tally.worst_row = max(worst, self.tally.worst_row or worst)
+
+    def silence(self, batches: list[Any], rows: frozenset[str]) -> None:
+        """Take the targets of `rows` out of the batches: of packed ones their stretch of the pack, else their line."""
+        assert self.row_ids is not None, "row ids are given before training"
+        for batch in batches:
+            if isinstance(batch, list):
+                self.silence(batch, rows)
+                continue
+            for place, row in enumerate(batch["rows"]):
+                if self.row_ids[row] not in rows:
+                    continue
+                if "attention_mask" in batch:
+                    batch["labels"][place] = IGNORED
+                else:
+                    start, end = batch["cu_seq_lens_q"][place : place + 2].tolist()
+                    batch["labels"][0, start:end] = IGNORED
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         """Weights of the targets of the whole optimizer step, over all ranks; plain targets weigh 1."""

@@ -8,9 +8,10 @@ takes number r, r + W, r + 2W, …; accelerate's loader would repeat examples so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
@@ -19,17 +20,27 @@ from torch.utils.data import DataLoader, Dataset
 from finetune.errors import UserError
 from finetune.recipe.train_section import TrainSection
 from finetune.telemetry.callback import StepTally
+from finetune.training.branches import Pack
 
 IDLE = "idle"  # key of a batch that is computed only because the other processes wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An example at `place`, or one of `parts` parts of it. `idle`: another process has it, this one computes along."""
+
+    place: int
+    part: int = 0
+    parts: int = 1
+    idle: bool = False
 
 
 def micro_batches_of_process(settings: TrainSection, n_processes: int) -> int:
     """Micro-batches of one process in a whole step. Raises UserError where some processes would have none."""
     step = settings.micro_batch_size * settings.gradient_accumulation_steps
-    if step < n_processes:
-        word = "pack" if settings.packing else "row"
+    if step < n_processes and not settings.packing:
         raise UserError(
-            f"{n_processes} processes share a step of {step} {word}{'s' if step > 1 else ''}, so that some have nothing to do",
+            f"{n_processes} processes share a step of {step} row{'s' if step > 1 else ''}, so that some have nothing to do",
             where="train.gradient_accumulation_steps",
             fix=f"set it to {math.ceil(n_processes / settings.micro_batch_size)} or more, or start fewer processes",
         )
@@ -37,7 +48,8 @@ def micro_batches_of_process(settings: TrainSection, n_processes: int) -> int:
 
 
 class SharedSteps:
-    """Batch sampler of one process. An example that another process computes as well comes as its place inverted (~place).
+    """Batch sampler of one process: what it has of every step. Where a step has fewer packs than there are processes, the
+    rows of a pack are shared out.
 
     Every process has as many batches, or those that exchange gradients would wait forever for one that has ended.
     """
@@ -45,7 +57,7 @@ class SharedSteps:
     def __init__(self, n_examples: int, settings: TrainSection, seed: int, rank: int, n_ranks: int) -> None:
         self._order = SeedableRandomSampler(range(n_examples), data_seed=seed)
         self._step = settings.micro_batch_size * settings.gradient_accumulation_steps
-        self._micro = settings.micro_batch_size
+        self._micro, self._packs = settings.micro_batch_size, settings.packing
         self._rank, self._n_ranks, self._n_examples = rank, n_ranks, n_examples
 
     def set_epoch(self, epoch: int) -> None:
@@ -59,18 +71,62 @@ class SharedSteps:
         whole, rest = divmod(self._n_examples, self._step)
         return whole * self._n_batches(self._step) + self._n_batches(rest)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Share]]:
         order = list(self._order)
         for start in range(0, len(order), self._step):
             window = order[start : start + self._step]
+            if self._packs and len(window) < self._n_ranks:
+                yield [self._part(window)]
+                continue
             own = window[self._rank :: self._n_ranks]
             for number in range(self._n_batches(len(window))):
                 batch = own[number * self._micro : (number + 1) * self._micro]
-                yield batch or [~window[0]]
+                yield [Share(place) for place in batch] or [Share(window[0], idle=True)]
+
+    def _part(self, window: list[int]) -> Share:
+        which = self._rank % len(window)
+        n_parts = len(range(which, self._n_ranks, len(window)))
+        return Share(window[which], self._rank // len(window), n_parts)
 
 
-class _Inverted(Dataset[Any]):
-    """The dataset, with examples at inverted places marked as computed elsewhere."""
+def part_of(example: Any, part: int, parts: int) -> Any:
+    """Some of the rows of a pack, about as many tokens as the other parts have; None when there is no row for this part."""
+    if isinstance(example, Pack):
+        return _part_of_pack(example, part, parts)
+    lengths = example["seq_lengths"]
+    chosen = _even_parts(lengths, parts)[part]
+    if not chosen:
+        return None
+    starts = [0, *accumulate(lengths)]
+    return {
+        name: [values[row] for row in chosen]
+        if len(values) == len(lengths)
+        else [token for row in chosen for token in values[starts[row] : starts[row + 1]]]
+        for name, values in example.items()
+    }
+
+
+def _part_of_pack(pack: Pack, part: int, parts: int) -> Pack | None:
+    chosen = _even_parts([example.n_tokens for example in pack.examples], parts)[part]
+    starts = [0, *accumulate(len(example.answers) for example in pack.examples)]
+    known = pack.reference
+    reference = None if known is None else [x for row in chosen for x in known[starts[row] : starts[row + 1]]]
+    return Pack([pack.examples[row] for row in chosen], reference) if chosen else None
+
+
+def _even_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Places in `parts` groups: the longest first, each to the group that has the fewest tokens."""
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for place in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(place)
+        sizes[smallest] += lengths[place]
+    return [sorted(group) for group in groups]
+
+
+class _Shares(Dataset[Any]):
+    """The dataset by shares: whether it is only computed along, and the example or a part of it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -78,8 +134,12 @@ class _Inverted(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, place: int) -> tuple[bool, Any]:
-        return place < 0, self.dataset[~place if place < 0 else place]
+    def __getitem__(self, share: Share) -> tuple[bool, Any]:
+        example = self.dataset[share.place]
+        if share.parts == 1:
+            return share.idle, example
+        cut = part_of(example, share.part, share.parts)
+        return cut is None, example if cut is None else cut
 
 
 class SharedLoader(DataLoader[Any]):
@@ -91,7 +151,7 @@ class SharedLoader(DataLoader[Any]):
             return {**batch, IDLE: True} if any(idle for idle, _ in examples) else batch
 
         sampler: Any = steps
-        super().__init__(_Inverted(dataset), batch_sampler=sampler, collate_fn=marked)
+        super().__init__(_Shares(dataset), batch_sampler=sampler, collate_fn=marked)
         self.steps = steps
 
     def set_epoch(self, epoch: int) -> None:

@@ -120,7 +120,7 @@ def _worker(folder: Path) -> None:
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     rank = int(os.environ["RANK"])
-    found = first_step(folder / "two", tiny.build_tiny_model(), tiny.build_tiny_tokenizer(), accumulation=1)
+    found = first_step(folder / "two", tiny.build_tiny_model(), tiny.build_tiny_tokenizer(), accumulation=2)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
