@@ -39,6 +39,8 @@ RESULT_NEUTRAL = (
     "train.keep_checkpoints",
     "train.pin_checkpoints",
     "train.report_to",
+    "train.samples",
+    "distil.teacher.licence",
 )
 """Keys outside the digest: words, profiles (applied by then), and switches that change speed, disk, trackers or prices but
 no number of the result. A run may be continued after changing one of them, e.g. a smaller batch after running out of memory."""
@@ -115,9 +117,22 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """SHA-256 hex of the resolved recipe without RESULT_NEUTRAL: equal digests promise equal results."""
-    content: dict[str, Any] = recipe.model_dump(mode="json")
+    """SHA-256 hex of the resolved recipe without RESULT_NEUTRAL: equal digests promise equal results.
+
+    What has its default has no part in it, so that a key that a later version adds leaves the names of older runs alone.
+    """
+    content: dict[str, Any] = recipe.model_dump(mode="json", exclude_defaults=True)
     for dotted in RESULT_NEUTRAL:
-        section, _, leaf = dotted.rpartition(".")
-        (content[section] if section else content).pop(leaf, None)
-    return digest_json(content)
+        *sections, leaf = dotted.split(".")
+        held: Any = content
+        for section in sections:
+            held = (held or {}).get(section)
+        if held is not None:
+            held.pop(leaf, None)
+    return digest_json(_without_empty(content))
+
+
+def _without_empty(value: dict[str, Any]) -> dict[str, Any]:
+    """Sections in which everything has its default are left out, too."""
+    kept = {key: _without_empty(held) if isinstance(held, dict) else held for key, held in value.items()}
+    return {key: held for key, held in kept.items() if held != {}}

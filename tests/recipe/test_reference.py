@@ -53,5 +53,7 @@ def test_the_json_schema_requires_nothing_that_a_base_can_bring() -> None:
     assert schema["then"]["properties"] == {
         "model": {"required": ["id"]},
         "data": {"required": ["spec"]},
+        "train": {"properties": {"samples": {"required": ["every_steps"]}}},
+        "distil": {"required": ["teacher"]},
         "eval": {"required": ["suites"]},
     }

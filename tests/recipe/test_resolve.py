@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from finetune.paths import shipped_names
 from finetune.recipe.explain import diff_recipes, explain
 from finetune.recipe.resolve import RESULT_NEUTRAL, load_recipe, recipe_digest, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.suggest import dotted_keys
+from finetune.recipe.train_section import TrainSection
 
 from .conftest import VALID, Write
 
@@ -49,11 +51,14 @@ def test_every_key_is_written_in_schema_order(write: Write) -> None:
             yield f"{prefix}{name}"
             yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else ()
 
-    ramp = [
+    absent = [  # sections that are absent by default
         "train.gradient_accumulation_steps=2",
         "train.batch_ramp.steps=1",
-    ]  # a section that is absent by default
-    written = YAML(typ="safe", pure=True).load(resolved_yaml(load_recipe(write(), ramp)))
+        "train.samples.every_steps=1",
+        "train.method=distil",
+        "distil.teacher.id=large",
+    ]
+    written = YAML(typ="safe", pure=True).load(resolved_yaml(load_recipe(write(), absent)))
     assert list(keys(written)) == list(dotted_keys(Recipe))
 
 
@@ -127,11 +132,14 @@ def test_neutral_keys_exist() -> None:
 def test_explain_names_every_value_with_its_meaning(write: Write) -> None:
     rows = explain(write())
     known = list(dotted_keys(Recipe))
-    absent = [key for key in known if key.startswith("train.batch_ramp.")]
+    not_there = (
+        "train.batch_ramp",
+        "train.samples",
+        "distil",
+    )  # null by default, so nothing below has a value
+    absent = [key for key in known if key.startswith(tuple(f"{section}." for section in not_there))]
     sections = {key for key in known if any(other.startswith(f"{key}.") for other in known)}
-    values = [
-        key for key in known if key not in {*sections, *absent, "profiles"} or key == "train.batch_ramp"
-    ]
+    values = [key for key in known if key not in {*sections, *absent, "profiles"} or key in not_there]
     assert [row.key for row in rows] == values
     assert all(row.description for row in rows)
     name = next(row for row in rows if row.key == "name")
@@ -166,3 +174,36 @@ def test_paths_below_the_recipe_are_not_touched(write: Write) -> None:
         load_recipe(write(VALID.replace("spec: home_intents", "spec: ./x.yaml"), "sub/a.yaml")).data.spec
         == "./x.yaml"
     )
+
+
+def test_a_key_below_a_neutral_section_changes_no_result() -> None:
+    tree = {"name": "x", "model": {"id": "x"}, "data": {"spec": "x"}, "eval": {"suites": ["x"]}}
+    plain = Recipe.model_validate(tree)
+    sampled = Recipe.model_validate({**tree, "train": {"samples": {"every_steps": 5}}})
+    priced = Recipe.model_validate({**tree, "eval": {"suites": ["x"], "prices": {"per_hour": 2.0}}})
+    assert recipe_digest(plain) == recipe_digest(sampled) == recipe_digest(priced)
+    for other in (sampled, priced):
+        differences = diff_recipes(plain, other)
+        assert differences and not any(row.changes_result for row in differences)
+
+
+LEAST: dict[str, Any] = {"name": "x", "model": {"id": "x"}, "data": {"spec": "x"}, "eval": {"suites": ["x"]}}
+
+
+def test_a_key_of_a_later_version_leaves_the_digest_of_older_recipes_alone() -> None:
+    class LaterTrain(TrainSection):
+        later: int = 3
+
+    class Later(Recipe):
+        train: LaterTrain = Field(default_factory=LaterTrain)
+        newer: LaterTrain = Field(default_factory=LaterTrain)
+
+    plain = recipe_digest(Recipe.model_validate(LEAST))
+    assert recipe_digest(Later.model_validate(LEAST)) == plain
+    assert recipe_digest(Later.model_validate({**LEAST, "newer": {"later": 4}})) != plain
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.5}, {"max_grad_norm": 2.0}, {"epochs": 3}])
+def test_whatever_differs_from_its_default_changes_the_digest(change: dict[str, Any]) -> None:
+    plain = recipe_digest(Recipe.model_validate(LEAST))
+    assert recipe_digest(Recipe.model_validate({**LEAST, "train": change})) != plain
