@@ -111,7 +111,8 @@ class DivergenceWatch(TrainerCallback):
     ) -> None:
         if not self._rewinds:
             return
-        if state.global_step == 0:
+        # Not again after a rewind to it: random numbers have been drawn, and its own state is loaded only later.
+        if state.global_step == 0 and not (self._trainer.checkpoint_root / "step-0").is_dir():
             self._trainer._save_checkpoint(kwargs["model"], None)
         _set_rates(self._trainer.lr_scheduler)
 

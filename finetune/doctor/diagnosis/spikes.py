@@ -13,8 +13,8 @@ from finetune.doctor.diagnosis.finding import Diagnosis
 from finetune.telemetry.divergence import STEPS as SUSTAINED_STEPS
 from finetune.telemetry.divergence import first_divergence
 
-_STRONG = 8.0  # standard deviations above the curve
-_WEAK = 3.0
+_STRONG = 6.0  # standard deviations above the curve
+_WEAK = 2.0  # enough where the worst row is one that was so before
 _LEAST_SHARE_OF_LEVEL = 0.3
 _LEAST_SHARE_OF_START = 0.12
 _HUGE_UPDATE = 0.1  # of the weights' norm in one step: nothing that was learned survives ten of them
@@ -36,14 +36,20 @@ class Heights:
 
 
 def heights(curve: Curve) -> Heights:
-    """Against a running median; the noise is that of the neighbourhood, but never below half of the run's."""
+    """Against the higher of the medians just before and just after, so that a steep fall makes no spikes.
+
+    The noise is that of the neighbourhood, but never below half of the run's, nor below that of neighbouring steps.
+    """
     loss = curve.clean
-    window = min(max(curve.n // 10, 9), 51) // 2 * 2 + 1
-    level = running_median(loss, window)
+    half = min(max(curve.n // 40, 2), 12)
+    medians = np.pad(running_median(loss, 2 * half + 1), half + 1, mode="edge")
+    level = np.maximum(
+        medians[: curve.n], medians[2 * half + 2 :]
+    )  # around the steps half + 1 before and after
     above = loss - level
-    overall = spread(above)
-    near = running_median(np.abs(above - np.median(above)), 4 * (window // 2) + 1) * 1.4826
-    noise = np.maximum(np.maximum(near, 0.5 * overall), 0.01 * np.abs(level) + 1e-4)
+    overall = max(0.5 * spread(above), noise_of(loss))
+    near = running_median(np.abs(above - np.median(above)), 16 * half + 1) * 1.4826
+    noise = np.maximum(np.maximum(near, overall), 0.01 * np.abs(level) + 1e-4)
     return Heights(level, above, above / noise)
 
 
@@ -53,7 +59,7 @@ def find_recurring(curve: Curve) -> Diagnosis | None:
         return None
     found = heights(curve)
     start = float(np.median(found.level[:5]))
-    high = (found.sigmas > _WEAK) & (found.above > np.maximum(0.08 * found.level, 0.03 * start))
+    high = (found.sigmas > _WEAK) & (found.above > np.maximum(0.1 * found.level, 0.04 * start))
     high[: curve.spans(0.06, 5)] = False  # the steep beginning hides spikes
     high &= _are_outliers(curve.worst_row_loss)
     hits: dict[str, list[int]] = defaultdict(list)
