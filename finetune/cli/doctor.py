@@ -1,4 +1,4 @@
-"""finetune doctor: checks on a recipe, its model and its rows, before hours are spent on them."""
+"""`finetune doctor RECIPE`: checks on a recipe, its machine, its rows and its model, before hours are spent on them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,76 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli.output import JsonFlag, emit, note
+from finetune.cli.plan import RecipeByDefault
 from finetune.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from finetune.doctor.finding import Finding
+    from finetune.pipeline.doctor import Examination
 
 app = typer.Typer(
     name="doctor",
-    help="Check what a run will stand on: finetune doctor invariants RECIPE",
+    cls=RecipeByDefault,
+    help="Check a recipe and all it stands on before the training is paid for: finetune doctor RECIPE --fix",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a key: train.loss.kind=dft.", metavar="KEY=VALUE"),
+]
+RecipeArgument = Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")]
 
-@app.callback()
-def group() -> None:
-    """Check what a run will stand on: finetune doctor invariants RECIPE"""
+
+@app.command("recipe")
+def doctor_recipe(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write safe remedies into the recipe's file, and show what changed.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check machine, recipe, rows, tokens, suites, memory and a few steps of training; all faults at once.
+
+    Exit code 2 with faults, 13 when the only fault is that it does not fit, 0 with warnings alone.
+    """
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from finetune.pipeline.doctor import examine_recipe
+
+    found = examine_recipe(recipe, overrides or [], fix=fix, say=note)
+    emit(found.to_dict(), "\n".join(_lines(found)), as_json=as_json)
+    if found.exit_code != ExitCode.DONE:
+        raise typer.Exit(int(found.exit_code))
+
+
+def _lines(found: Examination) -> Iterator[str]:
+    for group in dict.fromkeys(finding.group for finding in found.findings):
+        yield group
+        yield from (
+            f"  {line}" for one in found.findings if one.group == group for line in str(one).splitlines()
+        )
+    if found.patch:
+        yield f"\nwritten into the recipe:\n{found.patch}"
+    n = {
+        status: sum(one.status == status for one in found.findings)
+        for status in ("ok", "warning", "fault", "skipped")
+    }
+    yield (
+        f"\n{n['fault']} faults, {n['warning']} warnings, {n['ok']} checks passed, {n['skipped']} left out "
+        f"in {found.seconds:.0f} s"
+    )
 
 
 @app.command()
 def invariants(
-    recipe: Annotated[str, typer.Argument(help="Recipe: a path or a shipped name.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key: train.loss.kind=dft.", metavar="KEY=VALUE"),
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
     rows: Annotated[int, typer.Option(min=2, max=64, help="Train rows to measure on.")] = 6,
     as_json: JsonFlag = False,
 ) -> None:
