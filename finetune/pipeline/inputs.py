@@ -19,6 +19,7 @@ from finetune.pipeline.teacher import Teacher, cut_student, named_teacher, run_o
 from finetune.pipeline.teacher_text import text_faults
 from finetune.recipe.resolve import read_recipe, recipe_digest
 from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_loader import Loaded
 
 Found = TypeVar("Found")
 _WITH_PATHS = (
@@ -91,28 +92,15 @@ def gather_inputs(
         return lambda: load_suite(name, relative_to=beside["eval.suites"], where=loaded.where("eval.suites"))
 
     suites = [attempt(suite_named(name)) for name in recipe.eval.suites]
-    source = attempt(
-        lambda: resolve_model(
-            model_folder(recipe.model.id, beside["model.id"], loaded.where("model.id")),
-            recipe.model.revision,
-            trust_remote_code=recipe.model.trust_remote_code,
-            announce=say,
-            where=loaded.where("model.id"),
-        )
-    )
+    source = attempt(lambda: _find_base(loaded, beside, say))
     start = attempt(
         lambda: find_start(recipe.adapter, beside["adapter.start"], loaded.where("adapter.start"))
     )
     teacher = None
-    if recipe.distil is not None:
-        teacher = attempt(lambda: _find_teacher(recipe, loaded.where, beside, say))
-        layers, base = recipe.distil.student.layers, source
-        if teacher is not None and layers is not None and base is not None:
-            where = loaded.where("model.id")
-            source = attempt(lambda: cut_student(teacher, layers, base, where=where, say=say))
-        if recipe.distil.way == "answers" and spec_path is not None:
-            taught = recipe.distil.teacher
-            faults += text_faults(spec_path, taught, beside["distil.teacher.run"], loaded.where("data.spec"))
+    if recipe.distil is not None and spec_path is not None and source is not None:
+        base, spec = source, spec_path
+        taught = attempt(lambda: _teacher_and_student(loaded, beside, base, spec, say))
+        teacher, source = taught or (None, source)
     for suite in suites:
         if suite is not None:
             faults += _suite_faults(suite, recipe)
@@ -131,6 +119,42 @@ def gather_inputs(
         teacher=teacher,
         folders=found_in,
     )
+
+
+def _find_base(
+    loaded: Loaded[Recipe], beside: Mapping[str, Path], say: Callable[[str], None] | None
+) -> ModelSource:
+    """The model of `model.id`, fetched or converted if need be."""
+    section, where = loaded.value.model, loaded.where("model.id")
+    return resolve_model(
+        model_folder(section.id, beside["model.id"], where),
+        section.revision,
+        trust_remote_code=section.trust_remote_code,
+        announce=say,
+        where=where,
+    )
+
+
+def _teacher_and_student(
+    loaded: Loaded[Recipe],
+    beside: Mapping[str, Path],
+    base: ModelSource,
+    spec_path: Path,
+    say: Callable[[str], None] | None,
+) -> tuple[Teacher, ModelSource]:
+    """The teacher that a recipe names, and the student: `base`, that of model.id, or what is cut from the teacher."""
+    recipe = loaded.value
+    assert recipe.distil is not None
+    section = recipe.distil
+    teacher = _find_teacher(recipe, loaded.where, beside, say)
+    if section.way == "answers":
+        found_in, where = beside["distil.teacher.run"], loaded.where("data.spec")
+        if faults := text_faults(spec_path, section.teacher, found_in, where):
+            raise UserError(faults)
+    layers = section.student.layers
+    if layers is None:
+        return teacher, base
+    return teacher, cut_student(teacher, layers, base, where=loaded.where("model.id"), say=say)
 
 
 def _find_teacher(
