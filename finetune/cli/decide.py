@@ -45,8 +45,8 @@ def decide(
 
     The untuned model is asked zero-shot, few-shot and with your documents; the answers are kept for the run that may follow.
     """
-    from finetune.plan.remedy import Facts
-    from finetune.plan.remedy import decide as reason
+    from finetune.doctor.remedy import Facts
+    from finetune.doctor.remedy import decide as reason
 
     facts = Facts(goal, knowledge.value if knowledge is not None else None, examples)
     if suite is None:

@@ -19,6 +19,7 @@ from finetune.cli import (
     distil,
     doctor,
     evaluate,
+    export,
     merge,
     plan,
     recipe,
@@ -46,7 +47,7 @@ app.command()(watch.watch)
 app.command()(diagnose.diagnose)
 app.command()(sweep.sweep)
 app.command()(decide.decide)
-for group in (recipe, data, plan, doctor, evaluate, stats, merge, distil):
+for group in (recipe, data, plan, doctor, evaluate, stats, merge, export, distil):
     app.add_typer(group.app)
 app.command()(report.report)
 app.command()(review.review)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from finetune.doctor.remedy import Decision, Facts, Standing, decide
 from finetune.errors import UserError
 from finetune.evaluation.compare import compare_records
 from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.suite import Suite
 from finetune.pipeline.standing import answer_suite
-from finetune.plan.remedy import Decision, Facts, Standing, decide
 
 Say = Callable[[str], None]
 

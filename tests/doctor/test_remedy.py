@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from finetune.doctor.remedy import FEWEST_EXAMPLES, Decision, Facts, Standing, decide
 from finetune.errors import UserError
-from finetune.plan.remedy import FEWEST_EXAMPLES, Decision, Facts, Standing, decide
 from finetune.stats.power import items_needed_paired
 
 
