@@ -50,7 +50,8 @@ def text_faults(spec_path: Path, section: TeacherSection, beside: Path, where: s
 def _is_teacher(source: GeneratedSource, folder: Path, section: TeacherSection, beside: Path) -> bool:
     if section.run is None or source.model.run is None:
         return section.adapter is None and source.model.id is not None and source.model.id == section.id
-    return find_folder(source.model.run, folder) == find_folder(section.run, beside)
+    found = find_folder(source.model.run, folder)
+    return found is not None and found == find_folder(section.run, beside)
 
 
 def _sources(spec_path: Path) -> list[GeneratedSource]:
