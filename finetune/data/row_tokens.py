@@ -98,9 +98,7 @@ def _tokens_of(
         )
         return _label(rendered, tokenizer)
     if row.kind == "text":
-        ids = list(tokenizer(row.text)["input_ids"])
-        if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-            ids.append(tokenizer.eos_token_id)
+        ids = _ids_of_text(row.text, tokenizer)
         return ids, _first_ignored(ids), None
     if row.kind == "tokens":
         return list(row.input_ids), _first_ignored(list(row.labels)), None
@@ -109,6 +107,20 @@ def _tokens_of(
         why="it holds answers that are not wanted, and all would be trained alike",
         fix="train on it with a preference method, or keep the wanted answers as chat rows",
     )
+
+
+def _ids_of_text(text: str, tokenizer: Any) -> list[int]:
+    """Ids of running text with one BOS, where the tokenizer puts one, and one EOS; a text that was rendered by a template
+    may bring its own."""
+    ids = list(tokenizer(text)["input_ids"])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    if eos is None:
+        return ids
+    if ids[-2:] == [eos, eos]:
+        return ids[:-1]
+    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _first_ignored(labels: list[int]) -> list[int]:

@@ -176,3 +176,31 @@ def test_every_shipped_spec_is_valid_and_named_like_its_file() -> None:
     assert "home_intents" in names
     for name in names:
         assert load_spec(shipped_root() / "data" / f"{name}.yaml").value.name == name
+
+
+def test_the_same_prompt_is_on_one_side_and_a_repeated_row_is_counted(tmp_path: Path) -> None:
+    """DL08: rows 3 and 11 ask the same up to case and spaces, row 7 is there twice; in any order of the rows."""
+    rows = [{"prompt": f"Question {n}?", "completion": f"answer {n}"} for n in range(19)]
+    rows[11] = {"prompt": "  qUESTION   3? ", "completion": "answer 11"}
+    rows.append(rows[7])
+    folders = {}
+    for name, given in (("one", rows), ("other", [rows[n * 7 % 20] for n in range(20)])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+        (folder / "mine.yaml").write_text(
+            "name: mine\nsource: {kind: jsonl, files: [rows.jsonl]}\nsplit: {shares: {train: 0.7, test: 0.3}}\n"
+        )
+        made = build_dataset(folder / "mine.yaml", folder / "builds")
+        asked = {side: {row.messages[0]["content"] for row in made.rows(side)} for side in ("train", "test")}
+        same = {"Question 3?", "  qUESTION   3? "}
+        assert [bool(same & asked["train"]), bool(same & asked["test"])].count(True) == 1
+        assert made.manifest["ledger"] == {
+            "read": 20,
+            "kept": 19,
+            "dropped": {"duplicate": 1},
+            "quarantined": 0,
+        }
+        assert made.rows("train") and made.rows("test")
+        folders[name] = {row.answer: (side, row.group) for side in asked for row in made.rows(side)}
+    assert folders["one"] == folders["other"]

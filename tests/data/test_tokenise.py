@@ -201,6 +201,27 @@ def test_one_bos_and_the_same_prompt_as_when_used(with_template: WithTemplate) -
     assert spans_of(done, tokenizer) == ["seven</turn>"]
 
 
+def test_a_text_that_was_rendered_before_keeps_one_bos_and_one_eos(with_template: WithTemplate) -> None:
+    """CM08, from a text column: the tokenizer adds what the rendering holds already."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = with_template(GEMMA, ("<bos>", "<turn>", "</turn>"), bos_token="<bos>", eos_token="</turn>")
+    bos, eos = tokenizer.convert_tokens_to_ids(["<bos>", "</turn>"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A </turn>", special_tokens=[("<bos>", bos), ("</turn>", eos)]
+    )
+    messages = list(row_of("q", "seven").messages)
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+    wanted = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    done = tokenise_row(Row("r", (), "g", "s", kind="text", text=rendered), tokenizer)
+    assert done.input_ids == wanted[: len(done.input_ids)]
+    assert (done.input_ids.count(bos), done.input_ids[0], done.input_ids[-1]) == (1, bos, eos)
+    plain = tokenise_row(Row("r", (), "g", "s", kind="text", text="seven"), tokenizer)
+    assert plain.input_ids == [bos, *tokenizer("seven", add_special_tokens=False)["input_ids"], eos]
+    check_account(done)
+    check_account(plain)
+
+
 def test_two_bos_are_refused(with_template: WithTemplate) -> None:
     doubled = with_template(
         "{{ bos_token }}" + GEMMA, ("<bos>", "<turn>", "</turn>"), bos_token="<bos>", eos_token="</turn>"
