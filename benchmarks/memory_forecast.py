@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from results import table, write_section
 
 from finetune.plan.kernel_cache import limit_kernel_caches
 
@@ -251,16 +252,24 @@ def in_fresh_process(case: Case, steps: int) -> Result:
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def report(results: list[Result]) -> Iterator[str]:
-    yield f"{'case':<32} {'forecast':>10} {'measured':>10} {'ratio':>7}"
-    for result in results:
-        ratio = result.forecast / result.measured
-        yield f"{result.name:<32} {result.forecast / 1e9:>7.3f} GB {result.measured / 1e9:>7.3f} GB {ratio:>7.3f}"
+def report(results: list[Result]) -> list[str]:
+    """Markdown: every case, then the median and the worst error."""
+    rows = [
+        [
+            result.name,
+            f"{result.forecast / 1e9:.3f}",
+            f"{result.measured / 1e9:.3f}",
+            f"{result.forecast / result.measured:.3f}",
+        ]
+        for result in results
+    ]
     errors = sorted(abs(result.error) for result in results)
-    yield (
+    return [
+        *table(["case", "forecast, GB", "measured, GB", "forecast / measured"], rows),
+        "",
         f"{len(results)} cases: median error {statistics.median(errors):.1%} (goal {MEDIAN_GOAL:.0%}), "
-        f"worst {errors[-1]:.1%} (goal {WORST_GOAL:.0%})"
-    )
+        f"worst {errors[-1]:.1%} (goal {WORST_GOAL:.0%}).",
+    ]
 
 
 def main() -> None:
@@ -281,7 +290,10 @@ def main() -> None:
     for name in arguments.only or by_name:
         results.append(in_fresh_process(by_name[name], arguments.steps))
         print(f"{name}: {results[-1].error:+.1%}", file=sys.stderr, flush=True)
-    print("\n".join(report(results)))
+    if arguments.only:
+        print("\n".join(report(results)))
+    else:
+        write_section("Memory: forecast beside what was used", report(results))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
 
