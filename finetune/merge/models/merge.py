@@ -84,8 +84,9 @@ def merge_models(
     """Carry out a recipe and write the model to `out`, which must be new.
 
     The written values depend on the recipe and the models' contents alone: not on `n_workers` (by default the cores, at
-    most 8) or `shard_bytes`. (`chunk_elements` changes the order of sums in norms, and so a last bit.) A merge that was killed goes on where it stopped when it is called again
-    with the same recipe and models. `load=False` leaves out the proof that transformers loads and computes with the result.
+    most 8) or `shard_bytes`. (`chunk_elements` changes the order of sums in norms, and so a last bit.) A merge that was
+    killed goes on where it stopped when it is called again with the same recipe and models. `load=False` leaves out the
+    proof that transformers loads and computes with the result.
     Raises UserError, leaving nothing behind, for models that do not fit, NaN (tensor named), a used folder, a full disk,
     and a result that equals one of the models.
     """
@@ -94,13 +95,14 @@ def merge_models(
     n_workers = n_workers or min(os.cpu_count() or 1, 8)
     with prepared(loaded) as plan:
         needed = costs(plan, out, n_workers)
-        with resumable_place(out, plan.digest()) as folder, working(n_workers) as workers:
+        with resumable_place(out, plan.digest()) as folder:
             done = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             refuse_small_disk(out, max(needed.disk_bytes - done, 0))
-            merger = ModelMerger(plan, workers, progress, diagnostics, chunk_elements)
-            checksums = merger.write(folder, shard_bytes)
-            merger.verify(folder, checksums)
-            check_differs(merger, folder)
+            with working(n_workers) as workers:
+                merger = ModelMerger(plan, workers, progress, diagnostics, chunk_elements)
+                checksums = merger.write(folder, shard_bytes)
+                merger.verify(folder, checksums)
+                check_differs(merger, folder)
             write_json(folder / "config.json", merged_config(plan))
             _write_companions(plan, folder)
             largest = check_loads(folder) if load else None

@@ -15,7 +15,7 @@ from finetune.merge.methods.draw import stream
 from finetune.merge.models.inputs import MergeModel, is_embedding, is_vocabulary, source_name
 from finetune.merge.models.layers import LayerNames, main_stack, read_layers
 from finetune.merge.models.vocabulary import Vocabulary
-from finetune.merge.shards import PlannedTensor
+from finetune.merge.shards import PlannedTensor, TensorEntry
 from finetune.recipe.merge_loader import LoadedMerge
 from finetune.recipe.merge_methods import DEFAULTS, METHOD_RULES, MethodRule
 from finetune.recipe.merge_section import MergeRecipe, OutputSlice, Parameters, SliceSource, Value
@@ -211,11 +211,6 @@ class _Planner:
         """Tensors before the layers, of each layer, and after them; and which layer each layer's configuration is from."""
         prefix = main_stack(self.base, self.layers)
         outside = [name for name in self.base.entries if self.layers.layer_of(name) is None]
-        rests = [
-            found[2]
-            for name in self.base.entries
-            if (found := self.layers.layer_of(name)) is not None and found[0] == prefix and found[1] == 0
-        ]
         tensors = [self.tensor(name, name, slices[0], 0.0, None) for name in outside if is_embedding(name)]
         order: list[int] = []
         for number, piece in enumerate(slices):
@@ -223,9 +218,10 @@ class _Planner:
             n = piece.sources[0].layer_range[1] - starts[0]
             if not self._layers_exist(piece, number):
                 continue
+            inside = self._by_layer(self.models[self.numbers[piece.sources[0].model]], prefix)
             for step in range(n):
                 position = step / (n - 1) if n > 1 else 1.0
-                for rest in rests:
+                for rest in inside.get(starts[0] + step, []):
                     name = f"{prefix}.{len(order)}.{rest}"
                     names = [f"{prefix}.{start + step}.{rest}" for start in starts]
                     tensors.append(self.tensor(name, names[0], piece, position, names))
@@ -234,6 +230,14 @@ class _Planner:
             self.tensor(name, name, slices[-1], 0.0, None) for name in outside if not is_embedding(name)
         ]
         return tensors, order
+
+    def _by_layer(self, model: MergeModel, prefix: str) -> dict[int, list[str]]:
+        """Layer -> ends of the names of its tensors; layers of one model need not be alike."""
+        names: dict[int, list[str]] = {}
+        for name in model.entries:
+            if (found := self.layers.layer_of(name)) is not None and found[0] == prefix:
+                names.setdefault(found[1], []).append(found[2])
+        return names
 
     def _layers_exist(self, piece: OutputSlice, number: int) -> bool:
         found = True
@@ -266,11 +270,9 @@ class _Planner:
             own = [place for source, place in given if source.model == base_id]
             base = own[0] if own else Source(self.numbers[base_id], self._name(base_id, like))
             given = [(source, place) for source, place in given if source.model != base_id]
-        entry = self.models[given[0][1].model].entries.get(given[0][1].tensor) or self.base.entries[like]
-        shape, dtype = (
-            entry.shape,
-            self.base.entries[like].dtype if like in self.base.entries else entry.dtype,
-        )
+        entry = self._entry(name, [place for _, place in given] + ([base] if base else []))
+        shape = entry.shape
+        dtype = self.base.entries[like].dtype if like in self.base.entries else entry.dtype
         aligned = self.vocabulary is not None and is_vocabulary(name)
         if aligned and self.vocabulary is not None:
             shape = (self.vocabulary.n_rows, *shape[1:])
@@ -285,6 +287,30 @@ class _Planner:
         return OutputTensor(
             PlannedTensor(name, dtype if copied else wanted, shape), base, inputs, settings, aligned, copied
         )
+
+    def _entry(self, name: str, places: list[Source]) -> TensorEntry:
+        """The first source's entry; sources that are absent or of other shapes are faults."""
+        found = [(place, self.models[place.model].entries.get(place.tensor)) for place in places]
+        first = next((entry for _, entry in found if entry is not None), None)
+        for place, entry in found:
+            model = self.models[place.model].id
+            if entry is None:
+                self._refuse(
+                    f"{model} has no tensor {place.tensor}",
+                    "check the models and layers of the recipe",
+                    model,
+                )
+            elif (
+                first is not None and entry.shape[is_vocabulary(name) :] != first.shape[is_vocabulary(name) :]
+            ):
+                what = f"{place.tensor} of {model} has the shape {list(entry.shape)}, another source {list(first.shape)}"
+                self._refuse(what, "merge layers of models of one size", model)
+            elif first is not None and entry.shape != first.shape and self.vocabulary is None:
+                what = f"{place.tensor} of {model} has {entry.n_rows} rows, another source {first.n_rows}"
+                self._refuse(
+                    what, "align the rows by token: tokenizer: {source: union}, or source: base", model
+                )
+        return first if first is not None else next(iter(self.base.entries.values()))
 
     def _name(self, model: str, name: str) -> str:
         return source_name(self.models[self.numbers[model]], name)
@@ -343,9 +369,9 @@ class _Planner:
                     what = f"density {density:g} ± epsilon {epsilon:g} of {name} leaves the range of probabilities"
                     self._refuse(what, "choose a smaller epsilon")
 
-    def _refuse(self, what: str, fix: str) -> None:
-        if len(self.faults) < 3:
-            self.faults.append(Fault(what, "parameters", fix=fix))
+    def _refuse(self, what: str, fix: str, where: str = "parameters") -> None:
+        if len(self.faults) < 5:
+            self.faults.append(Fault(what, where, fix=fix))
 
 
 def _float(value: Value | None) -> float | None:

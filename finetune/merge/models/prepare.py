@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.merge.companions import companion_bytes
-from finetune.merge.models.inputs import check_architectures, check_tensors, open_models
+from finetune.merge.models.inputs import check_architectures, check_tensors, is_vocabulary, open_models
 from finetune.merge.models.plan import MergePlan, plan_merge
 from finetune.merge.models.stream import CHUNK_ELEMENTS
 from finetune.merge.models.vocabulary import Vocabulary, align, check_same
@@ -22,6 +22,8 @@ from finetune.units import format_bytes
 _SPARE_BYTES = 1 << 20
 _TEMPORARIES = 6
 """fp32 buffers of a chunk that a method holds beside its inputs, at most."""
+_OTHER_BYTES = 1 << 25
+"""Names, plans, histograms, and what an allocator keeps."""
 
 
 @contextmanager
@@ -121,7 +123,10 @@ def costs(plan: MergePlan, out: Path, n_workers: int) -> Costs:
 
 
 def _peak_bytes(plan: MergePlan, n_workers: int) -> int:
-    """Chunks that exist at a time: inputs as stored and in fp32, a method's temporaries, results that wait to be written."""
+    """Chunks that exist at a time: inputs as stored and in fp32, a method's temporaries, results that wait to be written.
+
+    The proof that the result computes holds one layer's largest matrix in fp32, which can be more.
+    """
     largest = 0
     for tensor in plan.tensors:
         row = max(
@@ -133,4 +138,6 @@ def _peak_bytes(plan: MergePlan, n_workers: int) -> int:
         sorting = 24 if plan.method.startswith("della") else 0
         per_worker = n * (stored + 4 * _TEMPORARIES + sorting)
         largest = max(largest, n_workers * (per_worker + 2 * n * tensor.planned.dtype.itemsize))
-    return largest + (1 << 25)
+    layers = [t.planned for t in plan.tensors if not is_vocabulary(t.planned.name)]
+    proof = max((planned.n_bytes * 4 // planned.dtype.itemsize for planned in layers), default=0)
+    return max(largest, proof) + _OTHER_BYTES

@@ -46,7 +46,9 @@ def check_loads(folder: Path) -> float:
                 why="the recipe puts layers or tensors together that make no model of this configuration",
                 fix="check slices and models of the recipe",
             )
-        streamed = StreamedModel(config, StoredWeights(files, layout), layout, torch.float32)
+        in_bf16 = all(entry.dtype == torch.bfloat16 for entry in files.entries.values())
+        dtype = torch.bfloat16 if in_bf16 else torch.float32
+        streamed = StreamedModel(config, StoredWeights(files, layout), layout, dtype)
         streamed.attach_hooks()
         return _largest_logit(streamed.model, config)
 

@@ -165,13 +165,10 @@ def _matched(
         for token, index in tokens.items():
             row = table.get(token, -1)
             rows[number, index] = row if row < height else -1
-        used = set(table.values())
-        taken = set(tokens.values())
-        for row in range(
-            min(n_rows, height)
-        ):  # padding has no token: the same row, where the model pads there too
-            if row not in taken and row not in used:
-                rows[number, row] = row
+        if keep_padding:  # which has no token: the same row, where the model pads there too
+            used = {*table.values(), *tokens.values()}
+            padding = [row for row in range(min(n_rows, height)) if row not in used]
+            rows[number, padding] = torch.tensor(padding, dtype=torch.int64)
     present = rows >= 0
     base = list(models).index(owner)
     fallback = torch.full((n_rows,), AVERAGE, dtype=torch.int64)

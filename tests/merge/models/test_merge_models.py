@@ -394,6 +394,17 @@ def test_layers_that_do_not_exist_are_refused(three: Three, recipe: Recipe, tmp_
     refused(recipe(**keys), tmp_path / "out", r"layers \[1, 4\] of .*base, which has 3")
 
 
+def test_slices_of_models_of_other_sizes_are_refused(
+    save: Save, tensors: Tensors, recipe: Recipe, tmp_path: Path
+) -> None:
+    one = save("one", 1)
+    values = {name: value[..., :4].contiguous() for name, value in tensors(2).items()}
+    two = save("two", values)
+    sources = [{"model": folder, "layer_range": [0, 2]} for folder in (one, two)]
+    keys = {"merge_method": "linear", "slices": [{"sources": sources}]}
+    refused(recipe(**keys), tmp_path / "out", r"has the shape \[12, 4\], another source \[12, 8\]")
+
+
 def test_two_merges_do_not_write_one_folder(three: Three, recipe: Recipe, tmp_path: Path) -> None:
     from finetune.merge.place import resumable_place
 
