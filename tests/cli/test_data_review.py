@@ -81,5 +81,5 @@ def test_it_serves_until_it_is_interrupted(
 def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
-    with pytest.raises(UserError, match="has no rows"):
+    with pytest.raises(UserError, match="no rows in"):
         run(path)
