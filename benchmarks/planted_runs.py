@@ -177,12 +177,7 @@ def base_state(width: int, layers: int, n_content: int) -> dict[str, Tensor]:
 def run(plan: Plan, events: Path) -> None:
     """Train as planned and write events.jsonl."""
     rows, validation = _data(plan)
-    model = new_model(plan.width, plan.layers, plan.seed)
-    if plan.base == "trained":
-        model.load_state_dict(base_state(plan.width, plan.layers, plan.n_content))
-    if plan.edit_model is not None:
-        plan.edit_model(model)
-    steps = plan.steps
+    model, steps = _model(plan), plan.steps
     settings = TrainSection.model_validate(
         {"schedule": plan.schedule, "warmup_share": plan.warmup_share, "learning_rate": plan.rate}
     )
@@ -238,6 +233,15 @@ def run(plan: Plan, events: Path) -> None:
                 value = float(mean_loss(model, validation.tokens, validation.labels))
             log.write("validation", step=step, loss=value)
             clock = time.process_time()
+
+
+def _model(plan: Plan) -> Any:
+    model = new_model(plan.width, plan.layers, plan.seed)
+    if plan.base == "trained":
+        model.load_state_dict(base_state(plan.width, plan.layers, plan.n_content))
+    if plan.edit_model is not None:
+        plan.edit_model(model)
+    return model
 
 
 def _data(plan: Plan) -> tuple[Rows, Rows]:

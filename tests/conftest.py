@@ -15,7 +15,9 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)  # the same examples on every machine and day
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None
+)  # the same examples on every machine and day
 settings.load_profile("repeatable")
 
 _MANY_MODULES = 100

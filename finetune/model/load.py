@@ -72,7 +72,9 @@ def check_vocabulary(tokenizer: Any, n_embedding_rows: int, *, where: str = "") 
 def check_context(source: ModelSource, n_tokens: int, *, where: str = "data.max_tokens") -> None:
     """Refuse rows longer than the positions the model was built for."""
     config = read_config(source)
-    limit = config.get("max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings"))
+    limit = config.get(
+        "max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings")
+    )
     if isinstance(limit, int) and n_tokens > limit:
         raise UserError(
             f"{n_tokens} tokens do not fit the model's context of {limit}",

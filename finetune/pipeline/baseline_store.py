@@ -49,7 +49,9 @@ def fetch_baseline(
     if saved is not None:
         return saved
     return _copy_arm(
-        answer_in_store(job, model_key=model_key, model=model, batch_size=batch_size, reuse=[target], say=say),
+        answer_in_store(
+            job, model_key=model_key, model=model, batch_size=batch_size, reuse=[target], say=say
+        ),
         target,
         job.arm,
     )

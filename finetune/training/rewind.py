@@ -251,11 +251,12 @@ class Rewinder:
             if (step := checkpoint_step(path)) < trouble.onset
         ]
         kept = f"; the last checkpoint before it is step {good[-1]}" if good else ""
-        often = f", after {len(self.acts)} rewinds" if self.acts else ""
+        often = f", after {len(self.acts)} rewind{'s' * (len(self.acts) > 1)}" if self.acts else ""
+        remedy = "raise train.rewind.at_most" if self.acts else "set train.on_divergence: rewind"
         return UserError(
             f"{_told(trouble)}{often}{kept}",
             why=f"for {STEPS} steps in a row the loss was above where it began: the model is worse than before training",
-            fix="lower train.learning_rate (by 2 to 10 times), lengthen train.warmup_share, or set train.on_divergence: rewind",
+            fix=f"lower train.learning_rate (by 2 to 10 times), lengthen train.warmup_share, or {remedy}",
         )
 
 

@@ -134,6 +134,51 @@ def test_quantized_bases_train_and_resume(
     assert again.adapter_sha256 == result.adapter_sha256
 
 
+@pytest.mark.parametrize("name", ["bitfit", "loftq"])
+def test_biases_and_starts_against_codes_train_and_resume(
+    name: str,
+    make_recipe: Any,
+    train: Any,
+    make_tiny_model: Any,
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from finetune.model.adapters import attach_adapter
+    from finetune.model.load import load_model
+    from finetune.model.source import resolve_model
+
+    source = resolve_model(str(tiny_model_folder))
+    changes: dict[str, Any] = {"adapter__kind": "bitfit", "train__learning_rate": 0.05}
+    if name == "loftq":
+        changes = {"adapter__init": "loftq", "model__quantize": "nf4", "model__id": str(tiny_model_folder)}
+    recipe = make_recipe(train__epochs=2, train__pack_tokens=192, **changes)
+
+    def base(_: Any) -> Any:
+        if name == "loftq":
+            model = load_model(source, dtype="fp32", quantize="nf4", attention="document")
+            return attach_adapter(model, recipe.adapter, seed=0, source=source)
+        plain = make_tiny_model()
+        plain.config.attention_bias = True
+        torch.manual_seed(0)
+        biased = type(plain)(plain.config).eval()
+        biased.set_attn_implementation("document")
+        return attach_adapter(biased, recipe.adapter, seed=0)
+
+    result, folder, model = train(recipe, name="whole", model=base)
+    losses = losses_of(folder)
+    assert losses[-1] < losses[0]
+    if name == "bitfit":
+        moved = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+        assert moved and all(key.endswith(".bias") for key in moved)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopWhenAsked, "on_step_end", killed_after(3))
+        with pytest.raises(SystemExit):
+            train(recipe, name="killed", model=base)
+    again, killed, _ = train(recipe, name="killed", model=base)
+    assert again.adapter_sha256 == result.adapter_sha256
+    assert losses_of(killed) == losses
+
+
 def test_frozen_layers_and_modules_stay_as_they_were(
     make_recipe: Any, train: Any, make_tiny_model: Any
 ) -> None:

@@ -67,6 +67,19 @@ def test_packing_changes_neither_the_loss_of_a_token_nor_a_gradient(
     assert max(errors.values()) < FP32_LIMIT
 
 
+@pytest.mark.slow
+def test_packing_is_exact_under_flex_attention_where_it_runs(
+    make_recipe: Any, make_rows: Any, model: Any, tiny_tokenizer: Any
+) -> None:
+    """Compiled on the spot. Kernels of flash-attn need a GPU, and `document` calls torch's own there."""
+    rows = make_rows(4)
+    try:
+        errors = invariants.packing_error(make_recipe(), model, tiny_tokenizer, rows, "flex_attention")
+    except Exception as error:  # no compiler, or no kernel for this processor
+        pytest.skip(f"flex attention does not run here: {str(error).splitlines()[0][:100]}")
+    assert max(errors.values()) < FP32_LIMIT
+
+
 def test_documents_that_see_each_other_are_noticed(
     make_recipe: Any, make_rows: Any, model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

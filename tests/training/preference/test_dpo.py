@@ -205,6 +205,36 @@ def test_four_bit_weights_are_their_own_reference(
     assert float(gradient.norm()) > 0
 
 
+def test_biases_new_tokens_and_codes_are_their_own_reference_too(
+    dpo_recipe: Any, first_step: Any, make_tiny_model: Any, tiny_model_folder: Path
+) -> None:
+    """Starts that a copy of the adapter by name would miss: biases of the base, rows of the embedding, loftq's codes."""
+    from finetune.model.adapters import attach_adapter
+    from finetune.model.load import load_model
+    from finetune.model.new_tokens import NewTokens
+    from finetune.model.source import resolve_model
+    from finetune.training.trained_part import add_trained_part
+
+    biased = make_tiny_model()
+    biased.config.attention_bias = True
+    biased = type(biased)(biased.config)
+    source = resolve_model(str(tiny_model_folder))
+    coded = load_model(source, dtype="fp32", quantize="nf4", attention="document")
+    bitfit, rows = dpo_recipe(adapter__kind="bitfit"), dpo_recipe()
+    loftq = dpo_recipe(adapter__init="loftq", model__quantize="nf4")
+    models = [
+        (bitfit, attach_adapter(biased.eval(), bitfit.adapter, seed=1)),
+        (rows, add_trained_part(make_tiny_model(), rows, new_tokens=NewTokens((259,), ((5, 6),)))),
+        (loftq, attach_adapter(coded, loftq.adapter, seed=1, source=source)),
+    ]
+    for recipe, model in models:
+        model.get_base_model().set_attn_implementation("document")
+        loss, gradient, means = first_step(recipe, model=model)
+        assert loss == pytest.approx(LN_2, abs=1e-6)
+        assert abs(means["reward_margin"]) < 1e-5
+        assert float(gradient.norm()) > 0
+
+
 @pytest.mark.parametrize("losses", [["sigmoid"], ["sigmoid", "sft"], ["ipo"]])
 def test_accumulated_micro_batches_equal_one_batch(
     dpo_recipe: Any, first_step: Any, moved_model: Any, make_pairs: Any, losses: list[str]
