@@ -100,7 +100,7 @@ class RunManifest:
                 f"{folder} is the run folder of another recipe",
                 why=f"it belongs to '{found.get('recipe_name')}' ({str(found.get('recipe_digest'))[:8]}), "
                 f"this recipe is '{recipe_name}' ({recipe_digest[:8]})",
-                fix="choose another folder with --run-dir, or delete that one",
+                fix="choose another folder with --run-dir, or delete that one; a run of an earlier version is run again",
             )
         return cls(
             folder,
