@@ -12,7 +12,7 @@ from finetune.digest import digest_folder
 from finetune.errors import UserError
 from finetune.evaluation.records import read_records, read_summary
 from finetune.paths import read_json
-from finetune.pipeline import stages
+from finetune.pipeline import stages, trainable
 from finetune.pipeline.screen import last_screen
 
 
@@ -33,7 +33,8 @@ def test_another_recipe_on_the_same_base_loads_no_model_for_its_baseline(
         loaded.append("a model")
         return original(*args, **options)
 
-    monkeypatch.setattr(stages, "load_model", counted)
+    for module in (stages, trainable):
+        monkeypatch.setattr(module, "load_model", counted)
     again = project.run("adapter.rank=4", "train.epochs=1")
     assert "baseline digits" in again.worked
     assert len(loaded) == 2  # one to train, one to evaluate

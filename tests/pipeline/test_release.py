@@ -11,7 +11,7 @@ import pytest
 def test_no_evaluated_model_is_alive_when_training_loads_its_own(
     project: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune.pipeline import before, stages
+    from finetune.pipeline import before, stages, trainable
 
     loaded: list[weakref.ref[Any]] = []
     alive_at_load: list[int] = []
@@ -23,7 +23,7 @@ def test_no_evaluated_model_is_alive_when_training_loads_its_own(
         loaded.append(weakref.ref(model))
         return model
 
-    for module in (before, stages):
+    for module in (before, stages, trainable):
         monkeypatch.setattr(module, "load_model", watched)
     project.run()
     assert len(loaded) == 3  # baseline, training, tuned

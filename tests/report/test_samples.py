@@ -42,16 +42,16 @@ def with_samples(tmp_path: Path, factory: ModuleType) -> Any:
 
 def test_each_prompt_has_its_answers_by_step(with_samples: Any) -> None:
     run = with_samples(
-        sample(0, kl_to_base=0.0), sample(5), sample(0, "row-2", kl_to_base=None), sample(5, output="again")
+        sample(0, kl_to_base=0.0), sample(5), sample(0, "row-2", kl_to_base=None), sample(5, output="said-again")
     )
     first, second = read_samples(run)
     assert [(one.step, str(one.output), one.kl) for one in first.answers] == [
         (0, "answer 0", "0"),
-        (5, "again", "2.50"),
+        (5, "said-again", "2.50"),
     ]
     assert (second.name, second.answers[0].kl) == ("row-2", None)
     page = render_page(run)
-    assert page.index("Answers along the way") < page.index("again")
+    assert page.index("Answers along the way") < page.index("said-again")
 
 
 def test_of_many_steps_the_first_the_last_and_some_between_are_shown(with_samples: Any) -> None:
