@@ -1,0 +1,190 @@
+"""Several processes over gloo train what one does; runs go on with other numbers of them; FSDP2 spreads the weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.digest import digest_folder
+from finetune.telemetry.events import read_events
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def load_worker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("several_worker", WORKER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(folder: Path, n: int, scenarios: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """The processes of one group. `where:scenario` runs a scenario in another folder than that of its name."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder), *scenarios],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> None:
+    said = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)[-4000:]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
+    return load_file(str(file))
+
+
+def same_training(one: Path, other: Path) -> None:
+    """Equal curves, rows, counts and validation losses, and equal weights, to fp32's rounding."""
+    for expected, found in zip(steps_of(one), steps_of(other), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for name in ("step", "tokens", "target_tokens", "learning_rate"):
+            assert found[name] == expected[name]
+        assert sorted(found.get("rows", ())) == sorted(expected.get("rows", ()))
+    validations = [
+        [event["loss"] for event in read_events(folder / "events.jsonl") if event["event"] == "validation"]
+        for folder in (one, other)
+    ]
+    assert validations[1] == pytest.approx(validations[0], abs=1e-5) and validations[0]
+    expected, found = weights_of(one), weights_of(other)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 1e-4, name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every training of this module: in one process here, in two beside it, then here again what those two began."""
+    folder = tmp_path_factory.mktemp("several")
+    worker = load_worker()
+    one, two = folder / "one", folder / "two"
+    one.mkdir()
+    two.mkdir()
+    worker.begun(two / "from-one")
+    worker.begun(two / "from-one-sharded")
+    scenarios = ["curve", "packed", "one_pack", "preference", "full", "from-two:begun", "from-one:continued"]
+    scenarios += ["dropout", "dropout_resumed", "interrupted", "interrupted:continued_rarely"]
+    scenarios += [
+        "half",
+        "fsdp",
+        "fsdp_half",
+        "fsdp_full",
+        "from-sharded:fsdp_begun",
+        "from-one-sharded:fsdp_continued",
+    ]
+    processes = start(two, 2, scenarios)
+    for name in ("curve", "packed", "one_pack", "preference", "full"):
+        worker.SCENARIOS[name](one / name)
+    finish(processes)
+    for name in ("from-two", "from-sharded"):
+        worker.continued(two / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["curve", "packed", "one_pack", "preference", "full"])
+def test_two_processes_train_what_one_does(runs: Path, name: str) -> None:
+    same_training(runs / "one" / name, runs / "two" / name)
+
+
+def test_the_last_step_of_an_epoch_has_too_few_rows_for_two_processes(runs: Path) -> None:
+    """Then one of them computes along and counts nothing: else rows would be repeated, or a process would wait forever."""
+    counts = [len(step["rows"]) for step in steps_of(runs / "two" / "curve")]
+    assert counts == [4, 4, 1, 4, 4, 1]
+
+
+@pytest.mark.parametrize("name", ["from-one", "from-two"])
+def test_another_number_of_processes_continues_without_losing_or_repeating_a_row(
+    runs: Path, name: str
+) -> None:
+    same_training(runs / "one" / "curve", runs / "two" / name)
+    resumed = [json.loads(line) for line in (runs / "two" / name / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in resumed if event["event"] == "resume"] == [4]
+
+
+def test_two_processes_resume_to_the_same_bytes_with_dropout(runs: Path) -> None:
+    whole, resumed = (runs / "two" / name for name in ("dropout", "dropout_resumed"))
+    assert digest_folder(resumed / "adapter") == digest_folder(whole / "adapter")
+    assert [s["loss"] for s in steps_of(resumed)] == [s["loss"] for s in steps_of(whole)]
+
+
+def test_ctrl_c_that_one_process_hears_stops_all_at_one_step(runs: Path) -> None:
+    folder = runs / "two" / "interrupted"
+    assert {path.name for path in folder.glob("interrupted-*")} == {"interrupted-0", "interrupted-1"}
+    same_training(runs / "one" / "curve", folder)
+    resumed = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in resumed if event["event"] == "resume"] == [3]
+
+
+def test_only_the_first_process_writes(runs: Path) -> None:
+    folder = runs / "two" / "curve"
+    assert [step["step"] for step in steps_of(folder)] == [1, 2, 3, 4, 5, 6]
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter",
+        "checkpoints",
+        "events.jsonl",
+        "validation_rows.json",
+    }
+
+
+@pytest.mark.parametrize(("name", "unsharded"), [("fsdp", "curve"), ("fsdp_full", "full")])
+def test_weights_spread_by_fsdp2_train_what_ddp_does(runs: Path, name: str, unsharded: str) -> None:
+    same_training(runs / "two" / unsharded, runs / "two" / name)
+
+
+def test_bf16_under_fsdp2_keeps_trained_weights_in_fp32(runs: Path) -> None:
+    """Products are rounded at other places than under autocast, so that the curves agree to bf16 only."""
+    spread, whole = (steps_of(runs / "two" / name) for name in ("fsdp_half", "half"))
+    assert [s["loss"] for s in spread] == pytest.approx([s["loss"] for s in whole], abs=0.03)
+    assert {tensor.dtype for tensor in weights_of(runs / "two" / "fsdp_half").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["from-sharded", "from-one-sharded"])
+def test_checkpoints_of_fsdp2_and_of_one_process_are_the_same(runs: Path, name: str) -> None:
+    same_training(runs / "one" / "curve", runs / "two" / name)
+
+
+def test_no_checkpoint_holds_pickle(runs: Path) -> None:
+    files = [path for path in runs.rglob("checkpoints/**/*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja", ".md"}
+
+
+@pytest.mark.slow
+def test_four_processes_train_what_one_does(runs: Path, tmp_path: Path) -> None:
+    finish(start(tmp_path, 4, ["curve"]))
+    same_training(runs / "one" / "curve", tmp_path / "curve")
