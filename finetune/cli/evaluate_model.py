@@ -48,15 +48,15 @@ def model(
     A merged model against the adapter it was made of: finetune eval model out/merged --against runs/<id> --arm tuned.
     """
     from finetune.cli.quiet import quiet_libraries
+    from finetune.evaluation.suite import load_suite
 
+    chosen = [load_suite(suite) for suite in suites]  # a typo is told before libraries are loaded
     quiet_libraries()
     from finetune.evaluation.claims import combine
     from finetune.evaluation.compare import compare_saved
     from finetune.evaluation.screen import comparison_lines, standing_lines
-    from finetune.evaluation.suite import load_suite
     from finetune.pipeline.standing import answer_suite
 
-    chosen = [load_suite(suite) for suite in suites]
     answer = partial(answer_suite, max_items=max_items, batch_size=batch_size, dtype=dtype.value, say=note)
     others = [answer(against, one, arm=against_arm) for one in chosen] if against else []
     arms = [answer(name, one, arm=arm) for one in chosen]

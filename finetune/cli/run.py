@@ -35,7 +35,9 @@ def run(
 ) -> int:
     """Curate, evaluate the base, tune, evaluate again, compare, report. The exit code is the verdict."""
     from finetune.cli.quiet import quiet_libraries
+    from finetune.recipe.resolve import read_recipe
 
+    read_recipe(recipe, overrides or [])  # a typo is told before libraries are loaded
     quiet_libraries()
     if launch is not None:
         from finetune.training.launch import launch_processes

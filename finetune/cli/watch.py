@@ -58,7 +58,11 @@ def find_run(name: str) -> Path:
 
     for folder in (Path(name), runs_root() / name):
         if folder.is_dir():
-            return folder
+            if any((folder / held).is_file() for held in ("manifest.json", "events.jsonl")):
+                return folder
+            raise UserError(
+                f"{folder} is no run folder", fix="name the folder that `finetune run` printed first"
+            )
     stem = Path(name).name.removesuffix(".yaml")
     found = [path.parent for path in runs_root().glob("*/manifest.json") if path.parent.name[:-9] == stem]
     if not found:

@@ -16,6 +16,7 @@ from finetune.errors import UserError
 from finetune.paths import disk_faults, read_json, write_json
 
 FILE_NAME = "manifest.json"
+RESOLVED = "recipe.resolved.yaml"
 LOCK_NAME = ".lock"  # held while a process works in the folder
 FORMAT = 1
 
@@ -43,7 +44,7 @@ def only_process(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(
                 f"another process is working in {short_path(folder)}",
-                fix="wait for it or stop it, or give this run another folder with --run-dir",
+                fix="wait for it or stop it; `finetune run` can be given another folder with --run-dir",
             ) from None
         yield
 
@@ -100,7 +101,7 @@ class RunManifest:
                 f"{folder} is the run folder of another recipe",
                 why=f"it belongs to '{found.get('recipe_name')}' ({str(found.get('recipe_digest'))[:8]}), "
                 f"this recipe is '{recipe_name}' ({recipe_digest[:8]})",
-                fix="choose another folder with --run-dir, or delete that one; a run of an earlier version is run again",
+                fix="choose another folder with --run-dir, or move that one away",
             )
         return cls(
             folder,
@@ -111,6 +112,23 @@ class RunManifest:
             found.get("inputs", {}),
             found.get("folders", {}),
         )
+
+    @classmethod
+    def of_run(cls, folder: Path) -> RunManifest:
+        """The manifest of a run as it was made, perhaps by an earlier version whose recipes had fewer keys.
+
+        Raises UserError when the resolved recipe beside it was edited since.
+        """
+        found = read_json(folder / FILE_NAME)
+        manifest = cls.open(folder, recipe_digest=found["recipe_digest"], recipe_name=found["recipe_name"])
+        recorded = manifest.inputs.get(RESOLVED)
+        if recorded is not None and recorded != digest_file(folder / RESOLVED):
+            raise UserError(
+                f"{folder / RESOLVED} was changed after the run",
+                why="it says how the saved answers came about",
+                fix="bring it back, or run the changed recipe: it gets a folder of its own",
+            )
+        return manifest
 
     def save(self) -> None:
         write_json(

@@ -57,7 +57,7 @@ class FinishedRun:
         its training is not complete."""
         answers = RunAnswers.open(folder, backend=SERVED_FOLDER if serve else "")
         inputs = gather_inputs(str(folder / "recipe.resolved.yaml"), folders=answers.folders)
-        manifest = RunManifest.open(folder, recipe_digest=inputs.digest, recipe_name=inputs.recipe.name)
+        manifest = RunManifest.of_run(folder)
         if not manifest.stages.get("train", {}).get("completed"):
             raise UserError(f"{folder} holds no tuned model yet", fix="finish it: run the same recipe again")
         _refuse_other_weights(manifest, inputs)

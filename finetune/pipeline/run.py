@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.build import open_build
+from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
@@ -16,7 +17,7 @@ from finetune.pipeline.decontaminate import show_trained_rows
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
-from finetune.pipeline.manifest import RunManifest, only_process, refuse_foreign, short_path
+from finetune.pipeline.manifest import RESOLVED, RunManifest, only_process, refuse_foreign, short_path
 from finetune.pipeline.power import announce_power
 from finetune.pipeline.preflight import preflight
 from finetune.pipeline.stages import (
@@ -98,9 +99,10 @@ def run_recipe(
 
 def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
     """Write the resolved recipe, the environment, and the digests of everything that was read."""
-    write_atomic(manifest.folder / "recipe.resolved.yaml", resolved_yaml(inputs.recipe))
+    write_atomic(manifest.folder / RESOLVED, resolved_yaml(inputs.recipe))
     write_json(manifest.folder / "environment.json", describe_environment())
     manifest.inputs = {
+        RESOLVED: digest_file(manifest.folder / RESOLVED),
         "model": inputs.source.digest,
         **({"start": inputs.start.digest} if inputs.start is not None else {}),
         **({"teacher": inputs.teacher.digest} if inputs.teacher is not None else {}),

@@ -39,7 +39,10 @@ def validate_answers(trainer: Any, model: nn.Module) -> tuple[RowLosses, dict[st
         with trainer.compute_loss_context_manager(), accelerator.autocast():
             answers = trainer.score(model, batch)
             whole, each = trainer.losses(answers, batch), trainer.losses_of_examples(answers, batch)
-        for name, (value, number) in whole.measures.items():  # the same names on every process, or sums do not meet
+        for name, (
+            value,
+            number,
+        ) in whole.measures.items():  # the same names on every process, or sums do not meet
             measures[name][0] += value if indices else 0.0
             measures[name][1] += number if indices else 0.0
         if not indices:

@@ -22,7 +22,7 @@ def test_ctrl_c_says_that_the_same_command_continues(
 
     monkeypatch.setattr("finetune.pipeline.run.run_recipe", interrupted)
     with pytest.raises(SystemExit) as stop:
-        main(["run", "any.yaml"])
+        main(["run", "sft/home_intents_lora"])
     assert stop.value.code == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
 

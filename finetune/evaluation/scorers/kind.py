@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ Score = Callable[[str, str, Check], float]
 WellFormed = Callable[[str], bool]
 Takes = Literal["reference", "check", "both"]
 _PACKAGE = "finetune.evaluation.scorers"
+_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)\.\s")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def _kind(name: str, make: Callable[..., Any], described: Callable[..., Any], **
 
 def summary_of(described: Callable[..., Any]) -> str:
     """The first sentence of a docstring."""
-    first = (described.__doc__ or "").split("\n\n")[0].split(". ")[0].strip().rstrip(".")
+    first = (described.__doc__ or "").split("\n\n")[0]
+    first = _SENTENCE_END.split(first)[0].strip().rstrip(".")
     return " ".join(first.split())
 
 
