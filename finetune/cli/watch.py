@@ -37,6 +37,8 @@ def watch(
     from finetune.telemetry.terminal import RunView
 
     folder = find_run(run)
+    if not any((folder / held).is_file() for held in ("manifest.json", "events.jsonl")):
+        raise UserError(f"{folder} is no run folder", fix="name the folder that `finetune run` printed first")
     view = RunView()
     if once:
         for batch in follow_events(folder, is_alive=lambda _: False):
@@ -58,11 +60,7 @@ def find_run(name: str) -> Path:
 
     for folder in (Path(name), runs_root() / name):
         if folder.is_dir():
-            if any((folder / held).is_file() for held in ("manifest.json", "events.jsonl")):
-                return folder
-            raise UserError(
-                f"{folder} is no run folder", fix="name the folder that `finetune run` printed first"
-            )
+            return folder
     stem = Path(name).name.removesuffix(".yaml")
     found = [path.parent for path in runs_root().glob("*/manifest.json") if path.parent.name[:-9] == stem]
     if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +13,22 @@ _FOLDED = bytes(
 ).lower() + bytes(128)
 
 _FEW_RUNS = 8
+# Characters that are not seen: soft hyphens, zero-width spaces and joiners, marks of direction, variation selectors, byte
+# order marks inside a text. Pages and word processors scatter them, and a reader sees the same words.
+_UNSEEN = dict.fromkeys(
+    itertools.chain(
+        (0xAD, 0x34F, 0x61C, 0x180E, 0xFEFF),
+        *(range(first, first + 16) for first in (0x2060, 0xFE00)),
+        range(0x200B, 0x2010),
+        range(0x202A, 0x202F),
+    )
+)
 
 
 def fold_text(text: str) -> str:
-    """Unicode NFKC, case folded, runs of white space as one space."""
+    """Unicode NFKC without unseen characters, case folded, runs of white space as one space."""
     if not text.isascii():
-        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+        return " ".join(fold_characters(text).split())
     # Of ASCII both foldings are the lower case. Runs of spaces are mostly few, and closing them one by one is then three
     # times as fast as cutting the text into words.
     folded = text.encode().translate(_FOLDED)
@@ -28,6 +39,13 @@ def fold_text(text: str) -> str:
         folded = folded[:run] + b" " + folded[run:].lstrip(b" ")
         run = folded.find(b"  ", run + 1)
     return b" ".join(folded.split()).decode()
+
+
+def fold_characters(text: str) -> str:
+    """Compatibility forms (full-width letters, ligatures) and case folded, unseen characters left out."""
+    return (
+        text.lower() if text.isascii() else unicodedata.normalize("NFKC", text.translate(_UNSEEN)).casefold()
+    )
 
 
 def fold_turns(turns: Sequence[Mapping[str, Any]]) -> str:

@@ -30,6 +30,7 @@ FEW_UNITS = 30  # fewer items or clusters: the p-value comes from sign flips, no
 FEW_CLUSTERS = 10  # fewer clusters: no mid-p, and a warning
 SKEW_RULE = 50.0  # Student's t needs more than this many units times the squared skewness (after Cochran's rule of 25)
 MOST_BOOTSTRAP_UNITS = 5_000
+_EXACT_BITS = 34  # of a number whose sum over half a million items is still exact
 _POWER = 0.80
 
 
@@ -120,6 +121,22 @@ def score_bounds(fixed_share: Any, broken_share: Any, items: Any, dof: Any, leve
     )
 
 
+def _differences(first: FloatArray, second: FloatArray) -> FloatArray:
+    """second - first, without what is rounding: it has no spread to test against, and would pass for certainty.
+
+    Differences below a few last digits of the scores are 0, and those that are all alike up to these digits are exactly
+    alike, with so few digits that their sums are exact.
+    """
+    differences = second - first
+    largest = max(float(np.abs(first).max()), float(np.abs(second).max()))
+    rounding = 16 * float(np.finfo(np.float64).eps) * largest
+    differences[np.abs(differences) <= rounding] = 0.0
+    if np.ptp(differences) <= rounding:
+        mantissa, exponent = np.frexp(differences[0])
+        differences[:] = np.ldexp(np.round(np.ldexp(mantissa, _EXACT_BITS)), exponent - _EXACT_BITS)
+    return differences
+
+
 def estimate_continuous(
     first: FloatArray,
     second: FloatArray,
@@ -130,7 +147,7 @@ def estimate_continuous(
     seed: int,
 ) -> Estimate:
     """Any other scores, shape [n] each; `bounded` when they lie within [0, 1]."""
-    totals = unit_totals(second - first, clusters)
+    totals = unit_totals(_differences(first, second), clusters)
     robust = robust_mean(totals)
     unit, groups = ("item", None) if clusters is None else ("cluster", robust.units)
     notes = () if groups is None else _cluster_notes(groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,6 +43,7 @@ class RawItem(NamedTuple):
     cluster: str | None
     fingerprint: str | None
     where: str
+    filter: str | None = None  # lm-eval's, of the scores that are named without it
 
 
 def read_raw(path: Path, cluster_key: str) -> tuple[str, list[RawItem]]:
@@ -114,6 +116,8 @@ def _objects(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, A
 def _label(row: Mapping[str, Any], key: str, where: str) -> str | None:
     """The item's cluster label: its own field, or one in its tags, metadata or document."""
     own = row.get(key)
+    if isinstance(own, float) and not math.isfinite(own):  # how tables write that there is none
+        return None
     if isinstance(own, (str, int, float)):
         return own if isinstance(own, str) else str(own)
     if own is not None:
@@ -206,7 +210,8 @@ def _lm_eval_items(rows: list[tuple[str, dict[str, Any]]], cluster_key: str) -> 
         if before is not None:
             scores = {**before.scores, **scores}
         fingerprint = row.get("doc_hash") or None
-        merged[item] = RawItem(item, None, scores, _label(row, cluster_key, where), fingerprint, where)
+        only = filter_name if len(filters) == 1 else None
+        merged[item] = RawItem(item, None, scores, _label(row, cluster_key, where), fingerprint, where, only)
     return list(merged.values())
 
 

@@ -87,6 +87,7 @@ def read_pair(
             raise UserError(
                 f"{path} holds no items", why="no items, no verdict", fix="check the run that wrote it"
             )
+    _refuse_other_filter(raw_a, raw_b, (path_a, path_b))
     name = _choose_metric(raw_a, raw_b, metric, (path_a, path_b))
     key = cluster if cluster != NO_CLUSTER else None
     if cluster is None and any(item.cluster is not None for item in itertools.chain(raw_a, raw_b)):
@@ -117,6 +118,20 @@ def _refuse_some_labels(raw: Sequence[RawItem], key: str) -> None:
             where=lacking[0].where,
             why="items that share a cluster are not independent, and whether these do is not known",
             fix="label every item, or declare them all independent with --cluster none",
+        )
+
+
+def _refuse_other_filter(
+    raw_a: Sequence[RawItem], raw_b: Sequence[RawItem], paths: tuple[Path, Path]
+) -> None:
+    """The same metric behind another filter of lm-eval is another metric."""
+    one, other = raw_a[0].filter, raw_b[0].filter
+    if one is not None and other is not None and one != other:
+        raise UserError(
+            f"A is scored behind the filter '{one}', B behind '{other}'",
+            where=f"A: {paths[0]}, B: {paths[1]}",
+            why="what a filter finds in an answer decides its score, so the difference would be that of the filters",
+            fix="give the samples of the same filter for both arms",
         )
 
 

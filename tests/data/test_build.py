@@ -204,3 +204,11 @@ def test_the_same_prompt_is_on_one_side_and_a_repeated_row_is_counted(tmp_path: 
         assert made.rows("train") and made.rows("test")
         folders[name] = {row.answer: (side, row.group) for side in asked for row in made.rows(side)}
     assert folders["one"] == folders["other"]
+
+
+@pytest.mark.parametrize("key", ["stratify_by", "unique_by", "unite_by"])
+def test_a_tag_that_is_declared_and_in_no_row_guards_nothing(build: Build, key: str) -> None:
+    rows = [dict(row, topic="a") for row in ROWS]
+    with pytest.raises(UserError, match="no row has the tag 'topc'") as caught:
+        build(rows, source={"tags": ["topc"]}, split={key: "topc"})
+    assert "source.tags names it" in str(caught.value)

@@ -54,6 +54,21 @@ def dropped(made: DatasetBuild) -> dict[str, int]:
     return dict(made.manifest["ledger"]["dropped"])
 
 
+def unseen_between(question: list[str], rng: random.Random) -> list[str]:
+    unseen = ["\u00ad", "\u200b", "\u200d", "\u2060", "\ufeff", "\u200e"]
+    return [word[:2] + rng.choice(unseen) + word[2:] for word in question]
+
+
+@pytest.mark.parametrize("length", [3, 25])
+def test_characters_that_nobody_sees_hide_no_question_from_the_split(build: Build, length: int) -> None:
+    made = build(pairs_of(40, unseen_between, length), split={"shares": HALF})
+    sides: dict[str, set[str]] = {}
+    for name in ("train", "test"):
+        for row in made.rows(name):
+            sides.setdefault(row.answer.split()[1], set()).add(name)
+    assert {len(names) for names in sides.values()} == {1}
+
+
 def test_questions_with_one_word_changed_are_never_on_two_sides(build: Build) -> None:
     rows = pairs_of(60, one_word_changed)
     made = build(rows, split={"shares": HALF})

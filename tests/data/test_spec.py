@@ -74,9 +74,9 @@ def test_a_tag_that_no_row_has_is_refused(build: Build, sections: dict[str, Any]
         build(ROWS, **sections)
 
 
-def test_a_declared_tag_may_be_missing_from_every_row(build: Build) -> None:
-    made = build(ROWS, source={"tags": ["mood"]}, split={"unique_by": "mood", "shares": {"train": 1.0}})
-    assert made.manifest["ledger"]["kept"] == 30
+def test_a_declared_tag_that_no_row_has_cannot_guarantee_anything(build: Build) -> None:
+    with pytest.raises(UserError, match="mood"):
+        build(ROWS, source={"tags": ["mood"]}, split={"unique_by": "mood", "shares": {"train": 1.0}})
 
 
 def test_an_assignment_that_is_none_is_not_asked_to_be_deleted(build: Build, tmp_path: Path) -> None:

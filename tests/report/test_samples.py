@@ -42,7 +42,10 @@ def with_samples(tmp_path: Path, factory: ModuleType) -> Any:
 
 def test_each_prompt_has_its_answers_by_step(with_samples: Any) -> None:
     run = with_samples(
-        sample(0, kl_to_base=0.0), sample(5), sample(0, "row-2", kl_to_base=None), sample(5, output="said-again")
+        sample(0, kl_to_base=0.0),
+        sample(5),
+        sample(0, "row-2", kl_to_base=None),
+        sample(5, output="said-again"),
     )
     first, second = read_samples(run)
     assert [(one.step, str(one.output), one.kl) for one in first.answers] == [

@@ -346,3 +346,23 @@ def test_estimate_lies_in_its_interval(pairs: list[tuple[float, float]], grouped
     assert 0.0 < found.least_detectable <= 1.0
     if found.verdict in ("improved", "regressed"):
         assert found.p_value <= 0.05 + 1e-12
+
+
+def test_rounding_of_scores_is_no_evidence() -> None:
+    """Two machines, or two orders of a sum, give scores that differ in their last digit."""
+    rng = np.random.default_rng(1)
+    a = rng.random(40)
+    same, noisy = compare(a, a, margin=1e-4), compare(a, a + rng.choice([0.0, 1.1e-16], 40), margin=1e-4)
+    assert same.verdict == noisy.verdict == "inconclusive"
+    assert (noisy.p_value, noisy.difference) == (1.0, 0.0)
+    assert (noisy.low, noisy.high) == pytest.approx((same.low, same.high))
+
+
+@pytest.mark.parametrize(("one", "other"), [(0.5, 0.7), (0.1, 0.3), (0.3, 0.9)])
+@pytest.mark.parametrize("n", [5, 50, 777])
+def test_a_difference_that_is_always_the_same_leaves_an_interval(one: float, other: float, n: int) -> None:
+    found = compare([one] * n, [other] * n)
+    assert found.difference == pytest.approx(other - one, abs=1e-9)
+    assert found.high - found.low > 1e-3
+    steps = np.arange(n) / (10.0 * n)
+    assert compare(one + steps, other + steps).high - found.difference > 5e-4

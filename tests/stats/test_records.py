@@ -102,6 +102,19 @@ def test_lm_eval_filters_are_metrics(two: Any) -> None:
         read_pair(*two(rows, rows))
 
 
+def test_lm_eval_filters_that_differ_are_not_compared(two: Any) -> None:
+    a, b = ([lm_eval(n, 1.0, filter_name=name) for n in range(3)] for name in ("strict", "flexible"))
+    with pytest.raises(UserError, match="A is scored behind the filter 'strict', B behind 'flexible'"):
+        read_pair(*two(a, b))
+    assert read_pair(*two(a, a)).metric == "exact_match"
+
+
+def test_a_cluster_that_is_not_a_number_is_none(two: Any) -> None:
+    rows = [{"item": n, "score": 1.0, "cluster": "a" if n else float("nan")} for n in range(3)]
+    with pytest.raises(UserError, match="no cluster 'cluster' for 1 of 3 items"):
+        read_pair(*two(rows, rows))
+
+
 def test_lm_eval_old_files_without_filter_or_metrics(two: Any) -> None:
     rows = [{"doc_id": n, "doc": {}, "target": 0, "resps": [], "acc": 1.0} for n in range(3)]
     assert read_pair(*two(rows, rows)).metric == "acc"

@@ -40,7 +40,9 @@ def same_as_whole(whole: dict[str, Any], killed: list[dict[str, Any]]) -> None:
 def test_killed_at_thirty_random_instants_it_ends_in_the_same_bytes(tmp_path: Path) -> None:
     whole, killed = kill(tmp_path, writes=22, moments=8, seed=0)
     assert len(killed) == 30
-    assert sum(one["codes"][0] == -9 for one in killed) >= 28  # a moment may come after the end
+    assert (
+        sum(one["codes"][0] == -9 for one in killed) >= 22
+    )  # all that fall on a write; a moment may come after the end
     inside = [one["at"] for one in killed if "checkpoints/.step-" in one["at"]]
     assert len(inside) >= 3, [one["at"] for one in killed]
     same_as_whole(whole, killed)

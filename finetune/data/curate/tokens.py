@@ -19,6 +19,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from finetune.data.fold import fold_characters
+
 Hashes = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
 
@@ -123,7 +125,7 @@ def ngrams(tokens: TokenHashes, n: int) -> TokenHashes:
 
 def fold(text: str) -> str:
     """Compatibility forms (full-width letters, ligatures) and case folded; the words of a text are those of this."""
-    return text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
+    return fold_characters(text)
 
 
 def _hash_ascii(texts: Sequence[str]) -> TokenHashes:

@@ -87,7 +87,7 @@ def _expand(entry: str, spec_folder: Path) -> Iterator[tuple[str, Path]]:
     elif path.is_dir():
         yield from _in_folder(entry, path)
     elif _GLOB_CHARACTERS & set(entry):
-        files = sorted(match for match in _matches(path) if match.is_file())
+        files = sorted(match for match in _matches(path) if _is_file(match))
         if not files:
             raise _NothingThereError(
                 f"no file matches {path}", "correct the pattern; ** stands for any folders"
@@ -133,7 +133,7 @@ def _in_folder(entry: str, folder: Path) -> Iterator[tuple[str, Path]]:
                 f"{folder} lacks {lost[0]}, which its state.json names", "copy the whole folder"
             )
     else:
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and _is_rows(path, folder))
+        files = sorted(path for path in folder.rglob("*") if _is_rows(path, folder) and _is_file(path))
     if not files:
         raise _NothingThereError(
             f"no files of rows in the folder {folder}",
@@ -141,6 +141,16 @@ def _in_folder(entry: str, folder: Path) -> Iterator[tuple[str, Path]]:
         )
     for path in files:
         yield f"{entry.rstrip('/')}/{path.relative_to(folder).as_posix()}", path
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file; a link to a file that is gone would lose its rows without a word."""
+    if path.is_symlink() and not path.exists():
+        raise _NothingThereError(
+            f"{path} is a link to {path.readlink()}, where nothing is",
+            "fetch what it links to (git annex get, dvc pull), mend the link, or delete it",
+        )
+    return path.is_file()
 
 
 def _is_rows(path: Path, folder: Path) -> bool:

@@ -16,10 +16,13 @@ from finetune.data.read.json_line import parse_object
 from finetune.data.read.record import Record, Reject, RowError, reject
 from finetune.data.read.sniff import ROW_KEYS
 from finetune.data.read.streams import BREAKS, CHUNK_BYTES, UTF8_BOM, open_plain, read_some, text_stream
+from finetune.errors import UserError
 
 MAX_ROW_BYTES = 1 << 25
 # A string (the group holds its closing quote, absent when a line or the buffer ends first), or a bracket.
 _TOKEN = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*("?)|[{}\[\]]', re.DOTALL)
+# Lists of rows under these keys, beside those that are read, would be lost without a word.
+_OTHER_SIDES = frozenset({"test", "validation", "valid", "val", "dev", "eval", "evaluation"})
 _NOWHERE = 1 << 30  # no row can begin: between the keys beside the rows
 _CLOSES = {ord("}"): ord("{"), ord("]"): ord("[")}
 _BETWEEN = b" \t\r\n,"
@@ -43,6 +46,12 @@ def read_json_document(file: SourceFile) -> Iterator[Record | Reject]:
                 chunk, broken = b"", error
             for line, byte, raw in scanner.feed(chunk):
                 yield _record(file.name, line, byte if exact else None, raw)
+            if scanner.other_side:
+                raise UserError(
+                    f"{file.name} holds rows under '{scanner.other_side}' beside those that are read",
+                    why="they would be left out, and nothing would say so",
+                    fix="write each list to a file of its own, and name those that are wanted in source.files",
+                )
             if not chunk:
                 break
     why = f"the compressed file breaks off: {broken}" if broken else scanner.unfinished()
@@ -86,6 +95,9 @@ class _Scanner:
         self._key: tuple[int, int] | None = None  # the last string of an object at the top
         self._counted = (0, 1)  # an offset and its line
         self._ended = False
+        self._beside = ""  # the key of another side whose list is open at the top, or whose rows were seen
+        self._beside_rows = False
+        self.other_side = ""  # that key, in a document whose rows stand elsewhere
 
     @property
     def line(self) -> int:
@@ -168,7 +180,10 @@ class _Scanner:
             yield self._cut(self._row, start)
             del self._open[self._depth :]
             self._row, self._free = None, start
+        self._look_beside(mark, start)
         if self._is_row_key(mark, start):
+            if self._beside_rows:
+                self.other_side = self._beside
             self._row, self._key, self._depth, self._free = None, None, 2, start + 1
         elif len(self._open) == self._depth:
             yield from self._junk(start)
@@ -179,11 +194,27 @@ class _Scanner:
 
     def _is_row_key(self, mark: int, start: int) -> bool:
         """Whether `"data": [` of an object at the top opens here."""
+        return self._list_key(mark, start) in ROW_KEYS
+
+    def _list_key(self, mark: int, start: int) -> str:
+        """The key of an object at the top whose list opens here, or ''."""
         if mark != _ARRAY or self._key is None or len(self._open) != 1 or self._depth not in (0, _NOWHERE):
-            return False
+            return ""
         first, last = self._key
         name = self._buffer[first + 1 : last - 1].decode("utf-8", errors="replace")
-        return self._buffer[last:start].strip() == b":" and name in ROW_KEYS
+        return name if self._buffer[last:start].strip() == b":" else ""
+
+    def _look_beside(self, mark: int, start: int) -> None:
+        """Note rows of another side: an object in a list under its key."""
+        if not self._open:
+            self._beside, self._beside_rows = "", False
+        elif not self._beside_rows:
+            if name := self._list_key(mark, start):
+                self._beside = name if name in _OTHER_SIDES else ""
+            elif self._beside and mark == _OBJECT and self._open[1:] == [_ARRAY]:
+                self._beside_rows = True
+                if self._depth == _NOWHERE:
+                    self.other_side = self._beside
 
     def _close(self, wanted: int, start: int, end: int) -> Iterator[tuple[int, int, bytes]]:
         if len(self._open) > self._depth:

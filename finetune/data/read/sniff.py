@@ -157,7 +157,12 @@ def _encoding(path: Path, head: bytes, stated: str) -> str:
         return _by_zeros(head) or "utf-8"
     try:
         name = codecs.lookup(stated).name
-    except LookupError:
+        b"a".decode(
+            stated, "replace"
+        )  # rot13, base64, idna and their like are codecs and no encodings of text
+        if name == "punycode":
+            raise LookupError(name)
+    except (LookupError, UnicodeError):
         known = (
             "utf-8",
             "utf-16",

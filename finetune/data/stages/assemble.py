@@ -211,7 +211,7 @@ def _check_rejects(plan: Plan, parts: Sequence[ReadPart]) -> None:
 
 
 def _require_tags(plan: Plan, table: RowTable) -> None:
-    """Raise UserError for a key of the spec that names a tag which no source declares and no row has."""
+    """Raise UserError for a key of the spec that names a tag which no row has."""
     spec = plan.spec
     one = {
         "split.stratify_by": spec.split.stratify_by,
@@ -223,14 +223,15 @@ def _require_tags(plan: Plan, table: RowTable) -> None:
     named += [("split.unite_by", tag) for tag in spec.split.unite_tags]
     declared = {tag for source in spec.sources if isinstance(source, RowsSource) for tag in source.tags}
     for key, tag in named:
-        if tag not in declared and not len(table.tag(tag)):
-            known = declared | table.tag_names()
+        if not len(table.tag(tag)):
+            known = (declared | table.tag_names()) - {tag}
             raise UserError(
                 f"no row has the tag '{tag}'",
                 where=plan.where(key),
+                why="source.tags names it, and no row has a value under that key" if tag in declared else "",
                 fix=did_you_mean(tag, known)
                 if known
-                else f"name the key of the rows in source.tags: [{tag}]",
+                else f"name the key of the rows in source.tags: [{'a key they have' if tag in declared else tag}]",
             )
 
 

@@ -54,6 +54,15 @@ def test_globs(folder: Path) -> None:
     assert names(folder, f"{folder}/?.jsonl") == [str(folder / "a.jsonl")]
 
 
+@pytest.mark.parametrize("entry", ["b", "b/*.jsonl", "b/?.jsonl"])
+def test_a_link_to_a_file_that_is_gone_is_no_row_less(folder: Path, entry: str) -> None:
+    (folder / "b" / "z.txt").symlink_to("gone.txt")  # no file of rows: nothing is lost
+    assert len(names(folder, "b")) == 3
+    (folder / "b" / "5.jsonl").symlink_to("../.annex/5.jsonl")
+    with pytest.raises(UserError, match=r"5\.jsonl is a link to \.\./\.annex/5\.jsonl, where nothing is"):
+        names(folder, entry)
+
+
 def test_each_file_is_read_once_under_its_first_name(folder: Path) -> None:
     assert names(folder, "b/2.jsonl", "a.jsonl", "b", "./a.jsonl") == [
         "b/2.jsonl",

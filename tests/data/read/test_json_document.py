@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import finetune.data.read.json_document as document
 from finetune.data.read import iter_rows, source_files
 from finetune.data.spec_source import FilesSource
+from finetune.errors import UserError
 
 Read = Callable[..., Any]
 
@@ -163,3 +164,38 @@ def test_any_rows_are_cut_where_they_end(
     rows = [{"text": f"t{n}", "held": record} for n, record in enumerate(records)]
     raw = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert texts(read(raw, "rows.json", format="json")) == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        f'{{"train": [{item("a")}], "test": [{item("b")}]}}',
+        f'{{"note": "x", "validation": [{item("b")}], "data": [{item("a")}]}}',
+        f'{{"data": [], "dev": [{item("b")}, {item("c")}]}}',
+    ],
+)
+def test_rows_of_another_side_are_not_lost_in_silence(
+    raw: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "CHUNK_BYTES", chunk)
+    (tmp_path / "d.json").write_text(raw)
+    source = FilesSource(kind="files", format="json", files=["d.json"])
+    with pytest.raises(UserError, match=r"rows under '(test|validation|dev)' beside those that are read"):
+        for file in source_files(source, tmp_path):
+            list(document.read_json_document(file))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        f'{{"data": [{item("a")}], "test": [], "dev": ["x"], "splits": [{{"test": [{{}}]}}]}}',
+        item("a", test=[{"x": 1}]) + item("b", dev=[{"y": [{}]}]),
+        f"[{item('a', test=[{'data': []}])}]",
+    ],
+)
+def test_rows_may_have_keys_called_like_sides(raw: str, tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(raw)
+    source = FilesSource(kind="files", format="json", files=["d.json"])
+    for file in source_files(source, tmp_path):
+        assert next(row.value["text"] for row in document.read_json_document(file)) == "a"

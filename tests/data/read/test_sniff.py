@@ -143,3 +143,10 @@ def test_a_stated_format_is_checked_against_the_content(nature: Sniff) -> None:
 def test_an_unknown_encoding_is_named_with_the_nearest(nature: Sniff) -> None:
     with pytest.raises(UserError, match="did you mean 'shift_jis'"):
         nature("a.csv", b"a,b\n", encoding="shift-jiss")
+
+
+@pytest.mark.parametrize("codec", ["rot13", "base64", "zlib", "idna", "punycode", "undefined", "utf-88"])
+def test_a_codec_that_is_no_encoding_of_text_is_refused_by_name(codec: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match=f"source.encoding is '{codec}', which is no encoding"):
+        sniff(tmp_path / "a.jsonl", FilesSource(kind="files", files=["a.jsonl"], encoding=codec))
