@@ -273,7 +273,7 @@ def _press(tab: Any, key: str) -> None:
 
 def _until(tab: Any, condition: str) -> None:
     assert tab.evaluate(
-        f"new Promise((done) => {{ let left = 500; const look = () => ({condition}) ? done(true) : left-- ? "
+        f"new Promise((done) => {{ let left = 3000; const look = () => ({condition}) ? done(true) : left-- ? "
         "setTimeout(look, 20) : done(false); look(); })"
     ), condition
 
