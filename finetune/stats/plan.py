@@ -96,6 +96,8 @@ def plan_power(
     cluster_size, icc: items that share a cluster, and how alike their differences are; they apply to the paired design.
     """
     _check_wishes(effect, margin, icc)
+    if not 0.0 <= accuracy <= 1.0:
+        raise UserError(f"accuracy {accuracy} must lie between 0 and 1", fix="write 70 % as 0.7")
     share = max(ASSUMED_DISCORDANCE, abs(effect)) if discordance is None else discordance
     target = accuracy + effect
     reachable = 0.0 <= target <= 1.0

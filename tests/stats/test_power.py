@@ -174,6 +174,7 @@ def test_least_detectable_mean() -> None:
         (lambda: plan_power(effect=0.02, margin=float("nan")), "margin nan"),
         (lambda: plan_power(effect=0.02, margin=2.0), "margin 2.0"),
         (lambda: plan_power(effect=0.02, icc=-1.0), "icc -1"),
+        (lambda: plan_power(effect=0.02, accuracy=1.2), "accuracy 1.2"),
         (lambda: plan_power(effect=0.02, icc=float("nan"), cluster_size=5), "icc nan"),
         (lambda: plan_power(effect=0.02, alpha=1e-300), "alpha 1e-300 is too small"),
     ],
