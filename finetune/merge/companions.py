@@ -145,6 +145,17 @@ def _copy(source: Path, out: Path, names: tuple[str, ...]) -> None:
             shutil.copyfile(source / name, out / name)
 
 
+HOW_TO_LOAD = (
+    "```python",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'model = AutoModelForCausalLM.from_pretrained(".")',
+    'tokenizer = AutoTokenizer.from_pretrained(".")',
+    "```",
+)
+"""Lines of every model card."""
+
+
 def model_card(*, base_id: str, facts: dict[str, str]) -> str:
     """README.md of the merged model: front matter that hubs read, and how it was made and proven, one line each."""
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -166,12 +177,7 @@ def model_card(*, base_id: str, facts: dict[str, str]) -> str:
             "|---|---|",
             *rows,
             "",
-            "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained(".")',
-            'tokenizer = AutoTokenizer.from_pretrained(".")',
-            "```",
+            *HOW_TO_LOAD,
             "",
         ]
     )

@@ -25,6 +25,7 @@ from finetune.merge.shards import (
     as_bytes,
     open_model,
     plan_shards,
+    refuse_other_bytes,
     write_model,
 )
 
@@ -223,13 +224,7 @@ class Merger:
                             f"the tensor {name} changed although the adapter does not touch it"
                         )
                 advance(1)
-                if checksum != checksums[name]:
-                    raise UserError(
-                        f"the tensor {name} reads back other bytes than were written",
-                        where=str(written.entries[name].file),
-                        why="the disk or its file system is faulty",
-                        fix="write to another disk",
-                    )
+                refuse_other_bytes(written.entries[name], checksum, checksums[name])
 
 
 def refuse_broken_adapter(adapter: AdapterFile) -> None:

@@ -243,6 +243,17 @@ def _check_index(entries: dict[str, TensorEntry], expected: dict[str, str], file
         )
 
 
+def refuse_other_bytes(entry: TensorEntry, checksum: int, written: int) -> None:
+    """Raise UserError when a tensor's CRC-32 as it reads back is not that of what was written."""
+    if checksum != written:
+        raise UserError(
+            f"the tensor {entry.name} reads back other bytes than were written",
+            where=str(entry.file),
+            why="the disk or its file system is faulty",
+            fix="write to another disk",
+        )
+
+
 def _damaged(file: Path, how: str) -> UserError:
     return UserError(
         f"{file.name} is damaged: {how}", where=str(file), fix="copy or download the file again, then repeat"

@@ -27,7 +27,7 @@ from finetune.doctor.trained import check_trained
 from finetune.doctor.trials import Trials, not_tried
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.records import read_records
-from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.evaluation.suite_data import SuiteData
 from finetune.model.adapter_files import load_adapter
 from finetune.model.load import load_tokenizer
 from finetune.model.memory import release_memory
@@ -194,10 +194,7 @@ def _gather(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding]]:
     recipe = inputs.recipe
     ensure_generated(inputs.spec_path, say=say)
     built = build_dataset(inputs.spec_path, default_builds_root())
-    suites = [
-        load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=recipe.eval.max_items)
-        for suite in inputs.suites
-    ]
+    suites = [inputs.data_of(suite) for suite in inputs.suites]
     build, contamination = decontaminate(built, suite_questions(suites, inputs.spec_path))
     tokenizer, new = tokenizer_before(inputs), NewTokens()
     if recipe.model.new_tokens and inputs.start is None:

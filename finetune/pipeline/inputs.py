@@ -11,6 +11,7 @@ from finetune.digest import digest_json
 from finetune.errors import Fault, UserError
 from finetune.evaluation.rewards import check_reward_suite
 from finetune.evaluation.suite import Suite, load_suite
+from finetune.evaluation.suite_data import SuiteData, load_suite_data
 from finetune.model.source import ModelSource, read_config, resolve_model
 from finetune.paths import find_declarative, read_json
 from finetune.pipeline.manifest import FILE_NAME
@@ -55,6 +56,10 @@ class RunInputs:
         if self.start is not None:
             content |= {"start": self.start.digest, "quantize": self.recipe.model.quantize}
         return digest_json(content)
+
+    def data_of(self, suite: Suite) -> SuiteData:
+        """Items and examples of a suite, over the recipe's dataset and at most as many items as it asks for."""
+        return load_suite_data(suite, dataset_spec=self.spec_path, max_items=self.recipe.eval.max_items)
 
     @property
     def folder_name(self) -> str:

@@ -9,7 +9,6 @@ from finetune.data.build import build_dataset, default_builds_root
 from finetune.data.decontaminate import decontaminate
 from finetune.distil.cache.server import Server, ServerSaying
 from finetune.errors import UserError
-from finetune.evaluation.suite_data import load_suite_data
 from finetune.pipeline.before import tokenizer_before
 from finetune.pipeline.decontaminate import suite_questions
 from finetune.pipeline.generate import ensure_generated
@@ -40,10 +39,7 @@ def fill_recipe_cache(
         )
     ensure_generated(inputs.spec_path, say=say)
     build = build_dataset(inputs.spec_path, default_builds_root())
-    suites = [
-        load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=recipe.eval.max_items)
-        for suite in inputs.suites
-    ]
+    suites = [inputs.data_of(suite) for suite in inputs.suites]
     build, _ = decontaminate(build, suite_questions(suites, inputs.spec_path))
     tokenizer = tokenizer_before(inputs)
     train = tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer)

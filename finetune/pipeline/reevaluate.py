@@ -23,7 +23,7 @@ from finetune.evaluation.records import repeat_of
 from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.saved_arms import BASE, RunAnswers, SavedArm, find_baseline
 from finetune.evaluation.suite import Suite
-from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.evaluation.suite_data import SuiteData
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
 from finetune.pipeline.decontaminate import show_trained_rows
@@ -75,7 +75,7 @@ class FinishedRun:
 
     def data_of(self, suite: Suite) -> SuiteData:
         inputs = self.context.inputs
-        data = load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
+        data = inputs.data_of(suite)
         if not data.few_shot_rows:
             return data
         own = self.context.folder / "data"

@@ -11,7 +11,6 @@ from typing import Any
 from finetune.data.build import open_build
 from finetune.digest import digest_file
 from finetune.errors import UserError
-from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
 from finetune.pipeline.decontaminate import show_trained_rows
 from finetune.pipeline.environment import describe_environment
@@ -73,10 +72,7 @@ def run_recipe(
         preflight(inputs.recipe, inputs.source, inputs.start)
         ensure_generated(inputs.spec_path, say=say)
         build = build_stage(context)
-        suites = [
-            load_suite_data(suite, dataset_spec=inputs.spec_path, max_items=inputs.recipe.eval.max_items)
-            for suite in inputs.suites
-        ]
+        suites = [inputs.data_of(suite) for suite in inputs.suites]
         rows = data_stage(context, build, suites)
         trained = open_build(folder / "data")
         suites = [show_trained_rows(data, trained, inputs.spec_path, compared=True) for data in suites]

@@ -26,16 +26,16 @@ Say = Callable[[str], None]
 _CANARY_PROMPTS = 2
 
 
-def find_model(name: str, *, dtype: str, say: Say) -> tuple[Answerer, bool]:
-    """Who answers under a name, and whether it is a run's tuned model. dtype: compute type of any other model.
+def find_model(name: str, *, dtype: str, say: Say) -> tuple[Answerer, Path | None]:
+    """Who answers under a name, and the run whose tuned model it is, if any. dtype: compute type of any other model.
 
     Raises UserError where no model has that name.
     """
     folder = find_folder(name, Path.cwd())
-    of_run = folder is not None and (folder / FILE_NAME).is_file()
-    asked = {"run": name} if of_run else {"id": name, "dtype": dtype}
+    run = folder if folder is not None and (folder / FILE_NAME).is_file() else None
+    asked = {"run": name} if run is not None else {"id": name, "dtype": dtype}
     section = AnsweringModel.model_validate(asked)
-    return find_answerer(section, Path.cwd(), name, server=None, say=say), of_run
+    return find_answerer(section, Path.cwd(), name, server=None, say=say), run
 
 
 def answer_suite(
@@ -53,8 +53,8 @@ def answer_suite(
     arm: the prompt it is asked with; by default a run's model is asked as it was trained (`tuned`), any other model with the
     best prompt of the suite for a model that was not. Raises UserError for an arm that the suite does not have.
     """
-    answerer, of_run = find_model(name, dtype=dtype, say=say)
-    chosen = _arm(arm, suite, of_run)
+    answerer, run = find_model(name, dtype=dtype, say=say)
+    chosen = _arm(arm, suite, of_run=run is not None)
     data = load_suite_data(suite, max_items=max_items)
     job = prepare_arm(
         answerer.tokenizer, suite, data.items, arm=chosen, few_shot=data.few_shot_rows, key=answerer.digest
@@ -72,20 +72,17 @@ def answer_suite(
         model_key=answerer.digest,
         model=load,
         batch_size=batch_size,
-        adapter_sha256=_adapter_of(name) if of_run else None,
+        adapter_sha256=_adapter_of(run) if run is not None else None,
         say=say,
     )
     return SavedArm(folder, chosen)
 
 
-def _adapter_of(run: str) -> str | None:
-    folder = find_folder(run, Path.cwd())
-    return (
-        adapter_sha256(folder / "adapter") if folder is not None and (folder / "adapter").is_dir() else None
-    )
+def _adapter_of(run: Path) -> str | None:
+    return adapter_sha256(run / "adapter") if (run / "adapter").is_dir() else None
 
 
-def _arm(wanted: str | None, suite: Suite, of_run: bool) -> Arm:
+def _arm(wanted: str | None, suite: Suite, *, of_run: bool) -> Arm:
     name = wanted or (TUNED if of_run else suite.baseline_arms(["few_shot"])[0])
     if name not in ARMS:
         raise UserError(f"there is no arm '{name}'", where="--arm", fix=f"one of: {', '.join(ARMS)}")

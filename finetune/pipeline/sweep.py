@@ -23,7 +23,7 @@ from finetune.evaluation.suite_data import load_suite_data
 from finetune.paths import read_json, runs_root, write_atomic, write_json
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
-from finetune.pipeline.manifest import RunManifest, only_process
+from finetune.pipeline.manifest import RESOLVED, RunManifest, only_process
 from finetune.pipeline.preflight import preflight
 from finetune.pipeline.stages import (
     RunContext,
@@ -250,7 +250,7 @@ class _Search:
 def _train(inputs: RunInputs, manifest: RunManifest) -> None:
     """Data, check and training of one trial; no suite is asked: the test side is for the run that follows."""
     folder = manifest.folder
-    write_atomic(folder / "recipe.resolved.yaml", resolved_yaml(inputs.recipe))
+    write_atomic(folder / RESOLVED, resolved_yaml(inputs.recipe))
     context = RunContext(inputs, manifest, lambda line: None)
     preflight(inputs.recipe, inputs.source, inputs.start)
     suites = [load_suite_data(suite, dataset_spec=inputs.spec_path) for suite in inputs.suites]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from finetune.merge.companions import HOW_TO_LOAD
 from finetune.merge.models.plan import MergePlan
 from finetune.recipe.merge_section import MergeRecipe
 
@@ -33,12 +34,7 @@ def merge_card(plan: MergePlan, facts: dict[str, str]) -> str:
         recipe_text(plan.recipe),
         "```",
         "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained(".")',
-        'tokenizer = AutoTokenizer.from_pretrained(".")',
-        "```",
+        *HOW_TO_LOAD,
         "",
     ]
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from finetune.merge.shards import (
     as_bytes,
     open_model,
     plan_shards,
+    refuse_other_bytes,
     shard_names,
     sync_file,
     write_index,
@@ -220,13 +221,7 @@ class ModelMerger:
                 lambda span: _checksum(written, names[span[0]]), [(i, i) for i in range(len(names))]
             )
             for name, checksum in zip(names, checks, strict=True):
-                if checksum != checksums[name]:
-                    raise UserError(
-                        f"the tensor {name} reads back other bytes than were written",
-                        where=str(written.entries[name].file),
-                        why="the disk or its file system is faulty",
-                        fix="write to another disk",
-                    )
+                refuse_other_bytes(written.entries[name], checksum, checksums[name])
 
     def equals(self, number: int, folder: Path) -> bool:
         """Whether the written model is, value for value, one of its models; read only when the first rows did not tell."""
