@@ -75,11 +75,12 @@ def check_cuts(counts: Mapping[str, int]) -> Finding:
 def check_forms(account: Account) -> Iterator[Finding]:
     """A minority form of 5 % or more makes a model mix forms."""
     for mix in account.warnings:
-        largest, *others = mix.piles
+        largest, *others = mix.told
         other = others[0] if others else largest
+        of_what = "answers" if len(mix.told) == len(mix.piles) else f"answers whose {mix.aspect} can be told"
         yield warning(
             f"one {mix.aspect}",
-            f"{mix.minority_share:.1%} of the answers differ in {mix.aspect} from the majority: {largest.value} ({largest.share:.0%}) "
+            f"{mix.minority_share:.1%} of the {of_what} differ in {mix.aspect} from the majority: {largest.value} ({largest.share:.0%}) "
             f"beside {other.value} ({other.share:.0%})",
             "bring the answers into one form, or part the tasks; `finetune data consistency` shows both piles",
         )

@@ -197,6 +197,19 @@ def test_two_forms_and_too_many_refusals_are_warned_of() -> None:
     assert found["one format"] == "warning" and found["refusals"] == "warning"
 
 
+def test_languages_are_compared_among_the_answers_that_have_one() -> None:
+    english = "The window in the kitchen is open, and the lights in the hall are still on."
+    german = "Das Fenster in der Küche ist offen, und das Licht im Flur ist noch an."
+    given = [chat(number, f'{{"n": {number}}}') for number in range(100)]
+    given += [chat(200 + number, f"{english} {number}") for number in range(18)]
+    given += [chat(300 + number, f"{german} {number}") for number in range(2)]
+    found = rows.check_rows(given, len(given), {"read": len(given)}, seed=1)
+    (told,) = [one for one in found if one.check == "one language"]
+    assert told.status == "warning"
+    assert told.detail.startswith("10.0% of the answers whose language can be told differ in language")
+    assert "en (15%) beside de (2%)" in told.detail
+
+
 def test_rows_without_answers_are_not_asked_for_agreement() -> None:
     text = [Row(f"t{n}", (), f"g{n}", "x", kind="text", text="words") for n in range(3)]
     assert statuses(text)["answers"] == "skipped"

@@ -57,6 +57,11 @@ class Mix:
     minority_share: float
     warned: bool
 
+    @property
+    def told(self) -> tuple[Pile, ...]:
+        """The piles that the minority share is about: without that of answers whose language cannot be told."""
+        return tuple(pile for pile in self.piles if not _is_undetermined(self.aspect, pile.value))
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "aspect": self.aspect,
@@ -109,6 +114,10 @@ def _draw(row: int, nth: int, draw: random.Random, rows: list[int]) -> None:
         rows[place] = row
 
 
+def _is_undetermined(aspect: str, value: str) -> bool:
+    return aspect == "language" and value == UNDETERMINED
+
+
 def _mix(
     part: str | None, aspect: str, counts: dict[str, int], drawn: dict[tuple[str | None, str, str], list[int]]
 ) -> Mix:
@@ -118,7 +127,7 @@ def _mix(
         Pile(value, times, times / n, tuple(sorted(drawn[part, aspect, value])))
         for value, times in ordered[:_MOST_VALUES]
     ]
-    told = {value: times for value, times in counts.items() if value != UNDETERMINED or aspect != "language"}
+    told = {value: times for value, times in counts.items() if not _is_undetermined(aspect, value)}
     minority = 1 - max(told.values()) / sum(told.values()) if told else 0.0
     warned = aspect in _WARNED_OF and minority >= WARN_FROM
     return Mix(aspect, part, n, tuple(piles), minority, warned)
