@@ -1,13 +1,16 @@
-"""A run whose training is complete, and a stand-in for the `vllm` command."""
+"""A run whose training is complete, a suite that shows examples, and a stand-in for the `vllm` command."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from finetune.cli.main import main
 from finetune.paths import write_jsonl
 
 RECIPE = """\
@@ -24,6 +27,16 @@ name: task
 items: {jsonl: task.jsonl}
 scorers: [text_match, normalised_match]
 primary_metric: text_match
+"""
+SHOWING_SUITE = """\
+suite: 1
+name: task
+items: {{jsonl: task.jsonl}}
+zero_shot: {{system: "Say yes."}}
+few_shot: {{k: 2, jsonl: shown.jsonl}}
+decoding: {{max_new_tokens: 3}}
+scorers: [{scorer}]
+primary_metric: {scorer}
 """
 # Speaks enough of the protocol: lists models, and answers with the name of the model that is asked.
 VLLM = """\
@@ -52,6 +65,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 http.server.ThreadingHTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
 """
+
+
+@pytest.fixture
+def make_showing_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A suite of `n` items that shows others of its kind; runs, and the store of answers, lie beside it."""
+
+    def make(scorer: str, reference: str, n: int) -> Path:
+        folder = tmp_path / "eval"
+        folder.mkdir()
+        for name, start in (("task", 0), ("shown", 100)):
+            lines = [
+                {"id": f"i{number}", "prompt": f"q{number}", "reference": reference}
+                for number in range(start, start + n)
+            ]
+            write_jsonl(folder / f"{name}.jsonl", lines)
+        (folder / "task.yaml").write_text(SHOWING_SUITE.format(scorer=scorer))
+        monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
+        return folder / "task.yaml"
+
+    return make
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """A command with --json: its exit code and its answer."""
+
+    def made(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+        with pytest.raises(SystemExit) as stop:
+            main([*map(str, arguments), "--json"])
+        return int(str(stop.value.code)), json.loads(capsys.readouterr().out)
+
+    return made
 
 
 @pytest.fixture

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.cli.main import main
-
-SUITE = """\
-suite: 1
-name: task
-items: {jsonl: task.jsonl}
-zero_shot: {system: "Say yes."}
-few_shot: {k: 2, jsonl: shown.jsonl}
-decoding: {max_new_tokens: 3}
-scorers: [SCORER]
-primary_metric: SCORER
-"""
-
 
 @pytest.fixture
-def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "eval"
-    folder.mkdir()
-    for name, start in (("task", 0), ("shown", 100)):
-        lines = [
-            {"id": f"i{n}", "prompt": f"q{n}", "reference": '{"a": 1}'} for n in range(start, start + 12)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "task.yaml").write_text(SUITE.replace("SCORER", "exact_match"))
-    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
-    return folder / "task.yaml"
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
-    def made(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        with pytest.raises(SystemExit) as stop:
-            main(["decide", *map(str, arguments), "--json"])
-        return int(str(stop.value.code)), json.loads(capsys.readouterr().out)
-
-    return made
+def suite(make_showing_suite: Callable[..., Path]) -> Path:
+    return make_showing_suite("exact_match", '{"a": 1}', 12)
 
 
 def test_every_way_of_asking_is_measured(
@@ -52,7 +19,7 @@ def test_every_way_of_asking_is_measured(
 ) -> None:
     (tmp_path / "facts.txt").write_text("The answer is always the same.")
     code, told = call(
-        tiny_model_folder, "--suite", suite, "--documents", tmp_path / "facts.txt", "--goal", "0.9"
+        "decide", tiny_model_folder, "--suite", suite, "--documents", tmp_path / "facts.txt", "--goal", "0.9"
     )
     assert code == 0
     ways = {one["arm"]: one for one in told["standings"]}
@@ -64,7 +31,7 @@ def test_every_way_of_asking_is_measured(
 
 
 def test_no_answer_without_a_suite(call: Any, tiny_model_folder: Path) -> None:
-    code, told = call(tiny_model_folder, "--examples", "5000")
+    code, told = call("decide", tiny_model_folder, "--examples", "5000")
     assert code == 2 and "without an evaluation" in told["error"][0]["what"]
 
 
@@ -72,7 +39,7 @@ def test_a_metric_that_is_no_share_and_empty_documents_are_refused(
     suite: Path, call: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
-    code, told = call(tiny_model_folder, "--suite", suite, "--documents", tmp_path / "empty.txt")
+    code, told = call("decide", tiny_model_folder, "--suite", suite, "--documents", tmp_path / "empty.txt")
     assert code == 2 and "is empty" in told["error"][0]["what"]
-    code, told = call(tiny_model_folder, "--suite", "forgetting")
+    code, told = call("decide", tiny_model_folder, "--suite", "forgetting")
     assert code == 2 and "no share of right answers" in told["error"][0]["what"]

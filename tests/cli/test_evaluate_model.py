@@ -11,48 +11,21 @@ import pytest
 
 from finetune.cli.main import main
 
-SUITE = """\
-suite: 1
-name: task
-items: {jsonl: task.jsonl}
-few_shot: {k: 2, jsonl: shown.jsonl}
-decoding: {max_new_tokens: 3}
-scorers: [text_match]
-primary_metric: text_match
-"""
-
 
 @pytest.fixture
-def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "eval"
-    folder.mkdir()
-    for name, start in (("task", 0), ("shown", 100)):
-        lines = [{"id": f"i{n}", "prompt": f"q{n}", "reference": "yes"} for n in range(start, start + 6)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "task.yaml").write_text(SUITE)
-    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
-    return folder / "task.yaml"
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
-    def made(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        with pytest.raises(SystemExit) as stop:
-            main(["eval", "model", *map(str, arguments), "--json"])
-        return int(str(stop.value.code)), json.loads(capsys.readouterr().out)
-
-    return made
+def suite(make_showing_suite: Callable[..., Path]) -> Path:
+    return make_showing_suite("text_match", "yes", 6)
 
 
 def test_a_model_by_itself_has_an_interval_and_is_asked_once(
     suite: Path, call: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, told = call(tiny_model_folder, "--suite", suite)
+    code, told = call("eval", "model", tiny_model_folder, "--suite", suite)
     assert (code, told["arms"][0]["arm"], told["arms"][0]["n"]) == (0, "few_shot", 6)
     held = told["arms"][0]["metrics"]["text_match"]
     assert held["low"] <= held["mean"] <= held["high"] and held["method"]
     monkeypatch.setattr("finetune.pipeline.answerer.load_model", None)  # answers come from the store
-    assert call(tiny_model_folder, "--suite", suite) == (0, told)
+    assert call("eval", "model", tiny_model_folder, "--suite", suite) == (0, told)
 
 
 def test_a_merged_model_is_compared_with_the_run_it_was_made_of(
@@ -71,7 +44,9 @@ def test_a_merged_model_is_compared_with_the_run_it_was_made_of(
     merged = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     AutoTokenizer.from_pretrained(tiny_model_folder).save_pretrained(tmp_path / "merged")
-    code, told = call(tmp_path / "merged", "--suite", suite, "--arm", "tuned", "--against", run)
+    code, told = call(
+        "eval", "model", tmp_path / "merged", "--suite", suite, "--arm", "tuned", "--against", run
+    )
     one = told["comparison"]["comparisons"][0]
     assert code in (11, 12) and (one["n"], one["difference"]) == (6, 0.0)
     assert told["comparison"]["against"] == "tuned" and told["against"] == str(run)
@@ -87,13 +62,13 @@ def test_a_merged_model_is_compared_with_the_run_it_was_made_of(
 def test_what_is_not_there_is_named(
     suite: Path, call: Any, tiny_model_folder: Path, arguments: list[str], told: str
 ) -> None:
-    code, answer = call(tiny_model_folder, "--suite", suite, *arguments)
+    code, answer = call("eval", "model", tiny_model_folder, "--suite", suite, *arguments)
     assert code == 2 and told in json.dumps(answer)
 
 
 def test_a_run_is_asked_as_it_was_trained(suite: Path, call: Any, make_finished_run: Any) -> None:
     run = make_finished_run(suite)
-    code, told = call(run, "--suite", suite)
+    code, told = call("eval", "model", run, "--suite", suite)
     assert (code, told["arms"][0]["arm"]) == (0, "tuned")
     assert told["arms"][0]["adapter_sha256"]
 
