@@ -77,7 +77,7 @@ def learn(
             answers,
             kind="forward_kl",
             answer_weight=1.0 if way == ANSWERS else 0.0,
-        )
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

@@ -45,7 +45,9 @@ def naive(hidden: Tensor, head: Tensor, teacher: TeacherTargets) -> Tensor:
 
 def ours(hidden: Tensor, head: Tensor, teacher: TeacherTargets) -> Tensor:
     ids = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return chunked_distillation_loss(hidden, head, teacher, ids, kind="forward_kl", temperature=TEMPERATURE)
+    return chunked_distillation_loss(
+        hidden, head, teacher, ids, kind="forward_kl", temperature=TEMPERATURE
+    ).loss
 
 
 def tensors(n_targets: int) -> tuple[Tensor, Tensor, TeacherTargets]:

@@ -133,7 +133,7 @@ def finite_differences() -> tuple[float, float, str]:
                     answer_weight=0.3,
                     chunk_tokens=2,
                     head_bias=b,
-                )
+                ).loss
 
             worst = max(worst, gradient_error(loss, (hidden, head, bias)))
     return worst, 1e-7, "central differences along random directions, relative to the slope's size"
@@ -180,7 +180,7 @@ def temperature_changes() -> tuple[float, float, str]:
         return float(
             chunked_distillation_loss(
                 q, eye, teacher, y, kind="forward_kl", temperature=temperature, answer_weight=share
-            )
+            ).loss
         )
 
     if abs(loss(1.0, 0.0) - loss(2.0, 0.0)) < 1e-3:
@@ -201,7 +201,7 @@ def shifted_mask() -> tuple[float, float, str]:
     loss = chunked_distillation_loss(
         states[places], _logits(5, 3, 12), TeacherTargets.full(_logits(4, 5, 13)), answers, kind="forward_kl",
         answer_weight=0.5,
-    )  # fmt: skip
+    ).loss  # fmt: skip
     (slope,) = torch.autograd.grad(loss, states)
     touched = slope[0].abs().sum(dim=1) > 0
     wanted = torch.tensor([False, True, True, True, True, False, False, False])
@@ -218,7 +218,7 @@ def others_do_not_count() -> tuple[float, float, str]:
         places, answers = target_places(marks)
         return chunked_distillation_loss(
             states[places], head, teacher, answers, kind="reverse_kl", answer_weight=0.2
-        )
+        ).loss
 
     states = _logits(12, 3, 16).view(2, 6, 3)
     noise = states + torch.where(target_places(labels)[0][..., None], 0.0, 100.0)
@@ -350,7 +350,7 @@ def sums_and_chunks() -> tuple[float, float, str]:
         value = chunked_distillation_loss(
             states, head, teacher.part(start, stop), y[start:stop], kind="jsd", temperature=2.0, answer_weight=0.4,
             n_items=12, chunk_tokens=chunk,
-        )  # fmt: skip
+        ).loss  # fmt: skip
         return float(value.detach()), torch.autograd.grad(value, states)[0]
 
     plain = torch.nn.functional.linear(hidden, head)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.distil.losses import DistillationLoss, chunked_distillation_parts, target_places
+from finetune.distil.losses import DistillationLoss, chunked_distillation_loss, target_places
 from finetune.distil.targets import TeacherTargets
 from finetune.training.head import supports_target_head
 
@@ -24,7 +24,7 @@ def add_distillation_head(model: nn.Module) -> None:
     """Let `model(..., labels=labels, teacher=targets, distillation={…})` return a `DistillationLoss` of the batch's sum.
 
     `model` is the causal language model under any adapter; without `teacher` nothing changes. `distillation` holds further
-    arguments of `chunked_distillation_parts`, and `n_vocabulary`, the tokens that both models know: only their logits
+    arguments of `chunked_distillation_loss`, and `n_vocabulary`, the tokens that both models know: only their logits
     count. labels [B, T] are unshifted.
     """
     original_forward = model.forward
@@ -47,7 +47,7 @@ def add_distillation_head(model: nn.Module) -> None:
         places, answers = target_places(labels)
         head = self.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return chunked_distillation_parts(
+        return chunked_distillation_loss(
             hidden[places],
             head.weight[:n_vocabulary],
             teacher,

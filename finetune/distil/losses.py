@@ -35,7 +35,6 @@ __all__ = [
     "bucket_log_probabilities",
     "check_loss",
     "chunked_distillation_loss",
-    "chunked_distillation_parts",
     "divergence",
     "forward_kl",
     "generalised_jsd",
@@ -162,29 +161,6 @@ class DistillationLoss(NamedTuple):
 
 
 def chunked_distillation_loss(
-    hidden: Tensor,
-    head_weight: Tensor,
-    targets: TeacherTargets,
-    answer_ids: Tensor,
-    *,
-    kind: str,
-    temperature: float = 1.0,
-    beta: float | None = None,
-    answer_weight: float = 0.0,
-    n_items: Tensor | float | None = None,
-    chunk_tokens: int | None = None,
-    head_bias: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The scalar to minimise; see `chunked_distillation_parts`."""
-    return chunked_distillation_parts(
-        hidden, head_weight, targets, answer_ids,
-        kind=kind, temperature=temperature, beta=beta, answer_weight=answer_weight, n_items=n_items,
-        chunk_tokens=chunk_tokens, head_bias=head_bias, weights=weights,
-    ).loss  # fmt: skip
-
-
-def chunked_distillation_parts(
     hidden: Tensor,
     head_weight: Tensor,
     targets: TeacherTargets,

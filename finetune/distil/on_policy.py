@@ -22,6 +22,7 @@ from finetune.distil.trainer import DistilTrainer, rows_with_targets
 from finetune.errors import UserError
 from finetune.recipe.distil_section import OnPolicySection
 from finetune.training.head import IGNORED
+from finetune.training.sharding import refuse_spread_weights
 from finetune.training.shares import IDLE
 
 
@@ -42,12 +43,7 @@ class OnPolicyTrainer(DistilTrainer):
                 where="distil.way",
                 fix="leave out the weights, or set distil.way: logits",
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise UserError(
-                "a student whose weights are spread over processes cannot answer while it trains",
-                where="distil.way",
-                fix="start it with DDP, or set distil.way: logits",
-            )
+        refuse_spread_weights(self, where="distil.way", fix="start it with DDP, or set distil.way: logits")
         self.rows, self.on_policy, self.sampling_seed = rows, on_policy, seed
 
     def get_batch_samples(

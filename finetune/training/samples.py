@@ -17,10 +17,10 @@ from transformers import GenerationConfig, TrainerCallback, TrainerControl, Trai
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow, generation_stop_ids, prompt_ids
-from finetune.errors import UserError
 from finetune.model.adapters import base_only
 from finetune.recipe.samples_section import SamplesSection
 from finetune.telemetry.events import EventLog
+from finetune.training.sharding import refuse_spread_weights
 
 _TEXT_PROMPT_TOKENS = 32  # of a row of running text, which has no prompt of its own
 
@@ -81,12 +81,11 @@ class SampleWriter(TrainerCallback):
         log: EventLog,
         resume_clock: Callable[[], None],
     ) -> None:
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise UserError(
-                "no process holds the whole model, so none can write an answer",
-                where="train.samples",
-                fix="leave out train.samples; the evaluation after the training writes answers",
-            )
+        refuse_spread_weights(
+            trainer,
+            where="train.samples",
+            fix="leave out train.samples; the evaluation after the training writes answers",
+        )
         self._trainer, self._section, self._prompts = trainer, section, prompts
         self._log, self._resume_clock = log, resume_clock
         self._tokenizer = trainer.processing_class

@@ -110,3 +110,14 @@ def sharding_faults(recipe: Recipe, sharding: Sharding) -> list[Fault]:
         for applies, key, why in rules
         if applies
     ]
+
+
+def refuse_spread_weights(trainer: Any, *, where: str, fix: str) -> None:
+    """Raise UserError, at the key that asks a model in training for answers, where no process holds all of its weights."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise UserError(
+            "no process holds the whole model, so none can write an answer while it trains",
+            where=where,
+            why="its weights are spread over the processes",
+            fix=fix,
+        )

@@ -13,7 +13,6 @@ from finetune.distil.losses import (
     KINDS,
     TeacherTargets,
     chunked_distillation_loss,
-    chunked_distillation_parts,
     divergence,
     target_places,
 )
@@ -49,7 +48,7 @@ def test_gradients_are_those_of_the_whole_logits(
             loss = chunked_distillation_loss(
                 hidden, head, teacher, student["answer_ids"], kind=kind, temperature=temperature, answer_weight=0.25,
                 n_items=50, chunk_tokens=7, head_bias=bias,
-            )  # fmt: skip
+            ).loss  # fmt: skip
         else:
             whole = torch.nn.functional.linear(hidden, head, bias)
             nll = torch.nn.functional.cross_entropy(whole, student["answer_ids"], reduction="none")
@@ -65,15 +64,17 @@ def test_gradcheck_of_every_kind() -> None:
     for kind in KINDS:
         for teacher in (TeacherTargets.full(logits(3, 5, 6)), top_k(logits(3, 5, 6), 2, 2.0)):
             assert torch.autograd.gradcheck(
-                lambda h, w, kind=kind, teacher=teacher: chunked_distillation_loss(
-                    h,
-                    w,
-                    teacher,
-                    torch.tensor([0, 4, 2]),
-                    kind=kind,
-                    temperature=2.0,
-                    answer_weight=0.5,
-                    chunk_tokens=2,
+                lambda h, w, kind=kind, teacher=teacher: (
+                    chunked_distillation_loss(
+                        h,
+                        w,
+                        teacher,
+                        torch.tensor([0, 4, 2]),
+                        kind=kind,
+                        temperature=2.0,
+                        answer_weight=0.5,
+                        chunk_tokens=2,
+                    ).loss
                 ),
                 (hidden, head),
             )
@@ -110,7 +111,7 @@ def test_no_tensor_holds_the_logits_of_all_targets(form: str, student: dict[str,
             kind="jsd",
             answer_weight=0.5,
             chunk_tokens=2,
-        )
+        ).loss
         loss.backward()
     assert seen.elements <= max(V * D, 2 * V) < N * V
 
@@ -120,7 +121,7 @@ def test_a_live_teacher_is_its_full_logits(student: dict[str, torch.Tensor]) -> 
     live = TeacherTargets.live(states, head, bias)
     full = TeacherTargets.full(torch.nn.functional.linear(states, head, bias))
     losses = [
-        float(chunked_distillation_loss(**student, targets=teacher, kind="reverse_kl", chunk_tokens=5))
+        float(chunked_distillation_loss(**student, targets=teacher, kind="reverse_kl", chunk_tokens=5).loss)
         for teacher in (live, full)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
@@ -132,7 +133,7 @@ def test_weights_count_targets_by_their_weight(student: dict[str, torch.Tensor])
     weights[3], weights[5] = 2.0, 0.5
     found = chunked_distillation_loss(
         **student, targets=teacher, kind="forward_kl", n_items=1.0, weights=weights, chunk_tokens=4
-    )
+    ).loss
     whole = torch.nn.functional.linear(student["hidden"], student["head_weight"])
     values = divergence("forward_kl", whole, teacher)
     assert float(found) == pytest.approx(float(2.0 * values[3] + 0.5 * values[5]), abs=1e-10)
@@ -141,7 +142,7 @@ def test_weights_count_targets_by_their_weight(student: dict[str, torch.Tensor])
 def test_parts_are_told_and_what_has_no_weight_is_not_computed(student: dict[str, torch.Tensor]) -> None:
     teacher = top_k(logits(N, V, 2), K, 2.0)
     parts = {
-        share: chunked_distillation_parts(
+        share: chunked_distillation_loss(
             **student, targets=teacher, kind="forward_kl", temperature=2.0, answer_weight=share
         )
         for share in (0.0, 0.5, 1.0)
@@ -156,7 +157,7 @@ def test_a_batch_without_targets_has_loss_and_gradient_zero(student: dict[str, t
     hidden, head = student["hidden"][:0].requires_grad_(), student["head_weight"].requires_grad_()
     loss = chunked_distillation_loss(
         hidden, head, TeacherTargets.full(logits(0, V, 2)), torch.zeros(0, dtype=torch.long), kind="jsd"
-    )
+    ).loss
     loss.backward()
     assert float(loss.detach()) == 0.0 and head.grad is not None and not head.grad.any()
 
@@ -165,12 +166,12 @@ def test_bf16_weights_and_autocast_keep_their_types() -> None:
     teacher = top_k(logits(N, V, 2).float(), K)
     hidden = logits(N, D, 0).bfloat16().requires_grad_()
     head = logits(V, D, 1).bfloat16()
-    loss = chunked_distillation_loss(hidden, head, teacher, torch.arange(N), kind="forward_kl")
+    loss = chunked_distillation_loss(hidden, head, teacher, torch.arange(N), kind="forward_kl").loss
     loss.backward()
     assert loss.dtype == torch.float32 and hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
     wide = head.float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        same = chunked_distillation_loss(hidden, wide, teacher, torch.arange(N), kind="forward_kl")
+        same = chunked_distillation_loss(hidden, wide, teacher, torch.arange(N), kind="forward_kl").loss
     same.backward()
     assert float(same.detach()) == pytest.approx(float(loss.detach()))
     assert wide.grad is not None and wide.grad.dtype == torch.float32 and bool(wide.grad.any())

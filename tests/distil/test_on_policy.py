@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from finetune.distil.on_policy import prompt_of, sample_answers
 from finetune.distil.student import cut_layers
 from finetune.distil.targets import TeacherTargets
 from finetune.distil.trainer import LiveTeaching
+from finetune.errors import UserError
 from finetune.model.attention import register_document_attention
 from finetune.recipe.distil_section import OnPolicySection
 from finetune.telemetry.events import read_events
+from finetune.training.sharding import refuse_spread_weights
 
 EOS = 2
 SAMPLING = {"share": 1.0, "max_new_tokens": 6}
@@ -115,3 +118,11 @@ def test_a_killed_run_samples_what_a_whole_one_does(
         train(recipe, student, Watched(teacher, kill_at=4), rows, name="killed")
     _, again, _ = train(recipe, student, Watched(teacher), rows, name="killed")
     assert digest_folder(again / "model") == digest_folder(whole / "model")
+
+
+@pytest.mark.parametrize("spread", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_a_student_whose_weights_are_spread_cannot_answer(spread: str) -> None:
+    trainer = types.SimpleNamespace(**{"is_fsdp_enabled": False, "is_deepspeed_enabled": False, spread: True})
+    with pytest.raises(UserError, match="no process holds the whole model") as told:
+        refuse_spread_weights(trainer, where="distil.way", fix="start it with DDP")
+    assert told.value.faults[0].where == "distil.way"
