@@ -55,20 +55,35 @@ def watch(
 
 
 def find_run(name: str) -> Path:
-    """A run folder by path, by its name below the runs, or the newest run of a recipe. Raises UserError when there is none."""
+    """A run folder by path, by its name below the runs, or the newest run of a recipe: by its name or its file.
+
+    Raises UserError when there is none.
+    """
     from finetune.paths import runs_root
 
     for folder in (Path(name), runs_root() / name):
         if folder.is_dir():
             return folder
-    stem = Path(name).name.removesuffix(".yaml")
-    found = [path.parent for path in runs_root().glob("*/manifest.json") if path.parent.name[:-9] == stem]
+    names = _recipe_names(name)
+    found = [path.parent for path in runs_root().glob("*/manifest.json") if path.parent.name[:-9] in names]
     if not found:
         raise UserError(
             f"no run folder {name}, and no run of a recipe of that name under {runs_root()}",
             fix="name the folder that `finetune run` printed first",
         )
     return max(found, key=lambda folder: (folder / "manifest.json").stat().st_mtime)
+
+
+def _recipe_names(name: str) -> set[str]:
+    """What runs of a recipe are called: by its file's stem, unless the file gives another name."""
+    from contextlib import suppress
+
+    from finetune.recipe.resolve import read_recipe
+
+    names = {Path(name).name.removesuffix(".yaml")}
+    with suppress(UserError):
+        names.add(read_recipe(name).value.name)
+    return names
 
 
 def _add(view: RunView, batch: list[dict[str, object]]) -> None:

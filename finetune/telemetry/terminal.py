@@ -16,6 +16,18 @@ Record = dict[str, Any]
 _CURVE_WIDTH = 32
 _RECENT_STEPS = 20  # the speed that the time left is told by
 _SAMPLE_CHARACTERS = 200
+_NOTE_CHARACTERS = 400
+# What a person should look at, by kind of event: in a sentence.
+_NOTES: dict[str, Callable[[Record], str]] = {
+    "flag": lambda event: str(event.get("message")),
+    "finding": lambda event: f"{event.get('title')}: {event.get('why')}",
+    "rewind": lambda event: _rewound(event),
+    "stop": lambda event: "the run stopped: " + _REASONS.get(str(event.get("reason")), "it went wrong"),
+}
+_REASONS = {
+    "diverged": "its loss stayed above where it began",
+    "not_finite": "its loss or gradient was not finite",
+}
 
 
 class RunView:
@@ -48,8 +60,8 @@ class RunView:
                 for lost in [known for known in kept if known > step]:
                     del kept[lost]
             self.notes.append(f"resumed after step {step}")
-        elif kind == "flag":
-            self.notes.append(f"step {step}: {event.get('message')}")
+        elif (told := _NOTES.get(kind)) is not None:
+            self.notes.append(f"step {step}: {on_one_line(told(event), _NOTE_CHARACTERS)}")
 
     def seconds_left(self) -> float | None:
         """By the median pace of the last steps; None before two of them."""
@@ -181,11 +193,19 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def on_one_line(text: str) -> str:
+def on_one_line(text: str, most_characters: int = _SAMPLE_CHARACTERS) -> str:
     """Text of a model for a terminal: no line break, no control character that could move its cursor or colour it."""
     shown = "".join(character if character.isprintable() else " " for character in str(text))
     shown = " ".join(shown.split())
-    return shown if len(shown) <= _SAMPLE_CHARACTERS else f"{shown[:_SAMPLE_CHARACTERS]}…"
+    return shown if len(shown) <= most_characters else f"{shown[:most_characters]}…"
+
+
+def _rewound(event: Record) -> str:
+    """What `train.on_divergence: rewind` did, and where it goes on from."""
+    rows = event.get("rows") or ()
+    done = f"without {len(rows)} rows" if rows else f"with {event.get('rate_factor')} times the rate"
+    why = _REASONS.get(str(event.get("reason")), "it went wrong")
+    return f"back from step {event.get('from_step')} and on {done}, for {why}"
 
 
 def _short(value: float) -> str:

@@ -54,6 +54,14 @@ def test_a_run_is_found_by_path_by_name_and_by_recipe(run: Path) -> None:
         find_run("other")
 
 
+def test_a_recipe_whose_file_has_another_name_than_its_runs_is_found(run: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "another.yaml"
+    recipe.write_text(
+        "name: tiny\nmodel: {id: tiny}\ndata: {spec: tiny}\neval: {suites: [tiny]}\n", encoding="utf-8"
+    )
+    assert find_run(str(recipe)) == run
+
+
 def test_how_it_stands(run: Path) -> None:
     text = call("tiny", "--once").stdout
     assert text.startswith("step 2/4, epoch 0.50")

@@ -80,6 +80,35 @@ def test_what_a_resume_took_back_is_gone() -> None:
     assert "look at this: resumed after step 3" in view.lines()
 
 
+def test_what_a_person_should_look_at_is_told_as_it_is_found() -> None:
+    finding = {
+        "event": "finding",
+        "step": 9,
+        "title": "a spike",
+        "why": "the loss\x1b[2J jumps",
+        "rows": ["a"],
+    }
+    rewind = {
+        "event": "rewind",
+        "step": 4,
+        "from_step": 8,
+        "reason": "diverged",
+        "rate_factor": 0.5,
+        "rows": [],
+    }
+    skipped = {**rewind, "reason": "not_finite", "rate_factor": 1.0, "rows": ["a", "b"]}
+    stop = {"event": "stop", "step": 12, "reason": "not_finite"}
+    found = view_of(step(9), finding, rewind, skipped, stop, {"event": "novelty", "step": 3}).summary()[
+        "notes"
+    ]
+    assert found == [
+        "step 9: a spike: the loss [2J jumps",
+        "step 4: back from step 8 and on with 0.5 times the rate, for its loss stayed above where it began",
+        "step 4: back from step 8 and on without 2 rows, for its loss or gradient was not finite",
+        "step 12: the run stopped: its loss or gradient was not finite",
+    ]
+
+
 def test_answers_and_sources_are_shown_without_their_control_characters() -> None:
     sample = {
         "event": "sample",

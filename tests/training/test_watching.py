@@ -237,3 +237,33 @@ def test_a_tracker_gets_every_number_of_a_step_and_of_a_validation(
     losses = [value for name, value, _ in told if name == "eval/loss"]
     assert losses == pytest.approx([event["loss"] for event in events_of(folder, "validation")])
     assert all(math.isfinite(value) for _, value, _ in told)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_step_names_the_row_with_the_highest_loss(
+    packing: bool, make_recipe: Any, make_rows: Any, train: Any
+) -> None:
+    """Of all micro-batches of the step, by the mean loss over the row's own targets, however short it is."""
+    recipe = make_recipe(
+        train__packing=packing,
+        train__pack_tokens=96,
+        train__micro_batch_size=2,
+        train__gradient_accumulation_steps=2,
+        train__learning_rate=1e-12,  # the model stays what it was, so that it can be asked afterwards
+        train__epochs=2,
+    )
+    rows = make_rows(20)
+    _, folder, model = train(recipe, rows=rows)
+    model.eval()
+    means = {}
+    with torch.no_grad():
+        for row in rows:
+            ids, labels = torch.tensor([row.input_ids]), torch.tensor([row.labels])
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1]
+            means[row.row_id] = float(torch.nn.functional.cross_entropy(logits, labels[0, 1:]))
+    steps = events_of(folder, "step")
+    assert len({step["worst_row"] for step in steps}) > 1
+    for step in steps:
+        worst = max(step["rows"], key=means.__getitem__)
+        assert len(step["rows"]) > 1
+        assert (step["worst_row"], step["worst_row_loss"]) == (worst, pytest.approx(means[worst], abs=1e-4))
