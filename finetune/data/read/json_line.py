@@ -38,7 +38,16 @@ def parse_value(raw: bytes) -> Any:
     try:
         parsed = orjson.loads(raw)
         written = orjson.dumps(parsed)
-        if written == raw or not _may_be_changed(raw, written):  # mostly the first, which is quick
+        if (
+            written == raw  # quick, and mostly so
+            # A repeated key that orjson dropped would be a colon less, unless one was written as an escape; the difference
+            # of two lengths counts them twice as fast as bytes.count.
+            or (
+                len(raw) - len(raw.replace(b":", b"")) == len(written) - len(written.replace(b":", b""))
+                and not (b"\\" in raw and _ESCAPED_COLON.search(raw))
+                and not _holds_long_integer(raw)
+            )
+        ):
             return parsed
         return json.loads(raw, object_pairs_hook=_object_of_pairs)
     except (RecursionError, orjson.JSONEncodeError):  # orjson writes fewer levels than it reads
@@ -49,21 +58,10 @@ def parse_value(raw: bytes) -> Any:
         raise RowError(f"not valid JSON: {error}") from None
 
 
-def _may_be_changed(raw: bytes, written: bytes) -> bool:
-    """Whether orjson may have dropped a repeated key (then colons are missing) or rounded a long integer.
-
-    The tests go from quick to slow; a run of 19 digits has one of them at a place that is a multiple of 19.
-    """
+def _holds_long_integer(raw: bytes) -> bool:
+    """Whether a run of 19 digits, which orjson may round, is in it: one of them is at a place that is a multiple of 19."""
     sample = raw[18::19]
-    if len(sample.translate(None, _DIGITS)) != len(sample) and _LONG_INTEGER.search(raw):
-        return True
-    if b"\\" in raw and _ESCAPED_COLON.search(raw):
-        return True
-    return _colons(raw) != _colons(written)
-
-
-def _colons(raw: bytes) -> int:
-    return len(raw) - len(raw.replace(b":", b""))  # four times as fast as bytes.count
+    return len(sample.translate(None, _DIGITS)) != len(sample) and _LONG_INTEGER.search(raw) is not None
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

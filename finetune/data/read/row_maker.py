@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
-from finetune.data.fold import fold_text, normalised_opening
+from finetune.data.fold import normalised_opening, squeeze_text
 from finetune.data.read.json_line import parse_value
 from finetune.data.read.record import Record, RowError
 from finetune.data.read.shapes import RULES, Fields, plain_turns, shape_fields, shape_of
 from finetune.data.read.turns import INSTRUCTING, TurnKeys, as_text
 from finetune.data.rows import Row, Turn, digest_content
 from finetune.data.spec_source import RowsSource, Shape
-from finetune.digest import digest_bytes
 
 _HOLE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _MISSING = object()
@@ -68,15 +68,13 @@ class RowMaker:
         system = self._source.system
         if system is not None and messages and messages[0]["role"] not in INSTRUCTING:
             messages.insert(0, {"role": "system", "content": system})
-        learnt = [messages, sorted(fields.items())] if fields else [messages]
-        return Row(
-            f"row-{digest_content(learnt)[:16]}",
-            tuple(messages),
-            self._group(given, messages, fields),
-            f"{self._name}:{line}",
-            self._tags_of(given) if self._tags else {},
-            **fields,
-        )
+        group = self._group(given, messages, fields)
+        source = f"{self._name}:{line}"
+        tags = self._tags_of(given) if self._tags else {}
+        if not fields:  # the commonest by far
+            return Row(f"row-{digest_content([messages])[:16]}", tuple(messages), group, source, tags)
+        made = digest_content([messages, sorted(fields.items())])
+        return Row(f"row-{made[:16]}", tuple(messages), group, source, tags, **fields)
 
     def _group(self, given: dict[str, Any], messages: list[Turn], fields: Fields) -> str:
         if self._group_by is not None:
@@ -87,14 +85,16 @@ class RowMaker:
         if messages:
             opening = normalised_opening(messages)
         else:  # text or tokens: the whole row is what must not be on two sides
-            opening = fold_text(fields.get("text") or " ".join(map(str, fields["input_ids"])))
-        return f"opening-{digest_bytes(opening.encode())[:16]}"
+            opening = squeeze_text(fields.get("text") or ",".join(map(str, fields["input_ids"])))
+        return f"opening-{sha256(opening.encode()).hexdigest()[:16]}"
 
     def _tags_of(self, given: dict[str, Any]) -> dict[str, str]:
-        found = [(tag, get(given)) for tag, get in self._tags]
-        return {
-            tag: as_text(value) for tag, value in found if value is not _MISSING and value not in (None, "")
-        }
+        tags: dict[str, str] = {}
+        for tag, get in self._tags:
+            value = get(given)
+            if value is not _MISSING and value is not None and value != "":
+                tags[tag] = value if type(value) is str else as_text(value)
+        return tags
 
     def _mapped(self, given: dict[str, Any]) -> dict[str, Any]:
         found = {key: get(given) for key, get in self._columns.items()}

@@ -7,6 +7,7 @@ import codecs
 import gzip
 import io
 import lzma
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ _FAULTY = "\udcff"  # stands for bytes that the encoding does not know; no UTF-8
 def open_file(path: Path) -> IO[bytes]:
     """The file as it is. Raises UserError when it cannot be opened."""
     try:
-        return path.open("rb")
+        return path.open("rb", buffering=CHUNK_BYTES)
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}", fix="check source.files; paths are relative to the spec"
@@ -98,22 +99,28 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def text_lines(stream: IO[bytes], encoding: str, number: int = 1, byte: int = 0) -> Iterator[TextLine]:
+def text_lines(
+    stream: IO[bytes], encoding: str, number: int = 1, byte: int = 0, stop: float = math.inf
+) -> Iterator[TextLine]:
     """Lines of a stream in any encoding, as UTF-8, without byte order mark; split at line feeds only.
 
     What is not valid in its encoding comes out as bytes that are not valid UTF-8, for the reader to refuse that row.
-    `number` and `byte` are those of the first line, for a stream that does not begin with the file.
+    `number` and `byte` are those of the first line, for a stream that does not begin with the file; lines of UTF-8 that
+    begin at the byte `stop` or later are left.
     """
     if encoding == "utf-8":
-        first = number == 1
-        for raw in stream:
-            if first and raw.startswith(UTF8_BOM):
-                yield number, byte + len(UTF8_BOM), raw[len(UTF8_BOM) :]
-            else:
-                yield number, byte, raw
-            first = False
+        if number == 1 and (raw := stream.readline()):
+            mark = len(UTF8_BOM) if raw.startswith(UTF8_BOM) else 0
+            yield number, byte + mark, raw[mark:]
             number += 1
             byte += len(raw)
+        if byte < stop:
+            for raw in stream:
+                yield number, byte, raw
+                number += 1
+                byte += len(raw)
+                if byte >= stop:
+                    return
         return
     for line in text_stream(stream, encoding):
         text = line
