@@ -31,6 +31,13 @@ def sweep(
         int | None,
         typer.Option(min=1, help="Try so many candidates, drawn by Optuna; default: all of the grid."),
     ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Budget in optimizer steps: so many for the finalists, fewer before; default: the recipe's passes over ever more rows.",
+        ),
+    ] = None,
     curve: Annotated[
         bool,
         typer.Option(
@@ -56,6 +63,13 @@ def sweep(
     from finetune.pipeline.sweep import sweep as search
 
     result = search(
-        recipe, axes, overrides=overrides or [], within=within, max_trials=max_trials, curve=curve, say=note
+        recipe,
+        axes,
+        overrides=overrides or [],
+        within=within,
+        max_trials=max_trials,
+        steps=steps,
+        curve=curve,
+        say=note,
     )
     emit(result.to_dict(), "\n".join(result.lines()), as_json=as_json)

@@ -158,7 +158,7 @@ def _first(
             return "items", f"{best.arm} prompts may reach the goal already: only more items can tell"
     if best.mean >= 1.0:
         return "nothing", f"{best.arm} prompts get every item right"
-    _, knowledge, form, _, _ = reasons
+    instructions, knowledge, form, _, _ = reasons
     if knowledge.applies:
         return (
             "documents",
@@ -166,6 +166,11 @@ def _first(
         )
     if form.applies:
         return "format", "most failures are of form, which a server's constrained decoding mends at once"
+    if instructions.applies is None:
+        return (
+            "prompt",
+            "no examples were shown yet, and they cost nothing: a tuning has to beat the best prompt",
+        )
     if facts.examples is not None and facts.examples < FEWEST_EXAMPLES:
         return (
             "examples",

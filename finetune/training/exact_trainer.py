@@ -271,7 +271,11 @@ class OnEvent(TrainerCallback):
         self._validated(state.global_step, kwargs["metrics"])
 
 
-class NotFiniteError(UserError):
+class DivergenceError(UserError):
+    """A training that cannot go on as its recipe says, because its loss went up for good or is no number."""
+
+
+class NotFiniteError(DivergenceError):
     """The loss or the gradient of step `step` is not finite; that step has changed no weight."""
 
     def __init__(self, what: str, step: int) -> None:

@@ -23,7 +23,7 @@ from finetune.recipe.train_section import TrainSection
 from finetune.telemetry.divergence import STEPS, DivergenceRule
 from finetune.telemetry.events import read_events
 from finetune.training.checkpoints import checkpoint_step, damage, list_checkpoints
-from finetune.training.exact_trainer import NotFiniteError
+from finetune.training.exact_trainer import DivergenceError, NotFiniteError
 
 FILE_NAME = "rewinds.json"
 HALF = 0.5
@@ -244,7 +244,7 @@ class Rewinder:
             fix="start the run anew with a lower train.learning_rate",
         )
 
-    def _diverged(self, trouble: Trouble) -> UserError:
+    def _diverged(self, trouble: Trouble) -> DivergenceError:
         good = [
             step
             for path in list_checkpoints(self._trainer.checkpoint_root)
@@ -253,7 +253,7 @@ class Rewinder:
         kept = f"; the last checkpoint before it is step {good[-1]}" if good else ""
         often = f", after {len(self.acts)} rewind{'s' * (len(self.acts) > 1)}" if self.acts else ""
         remedy = "raise train.rewind.at_most" if self.acts else "set train.on_divergence: rewind"
-        return UserError(
+        return DivergenceError(
             f"{_told(trouble)}{often}{kept}",
             why=f"for {STEPS} steps in a row the loss was above where it began: the model is worse than before training",
             fix=f"lower train.learning_rate (by 2 to 10 times), lengthen train.warmup_share, or {remedy}",

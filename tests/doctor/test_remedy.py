@@ -25,6 +25,11 @@ def standing(arm: str, share: float, **given: Any) -> Standing:
     return Standing(arm, share, share - 0.05, share + 0.05, **rest)
 
 
+def shown(**given: Any) -> list[Standing]:
+    """Zero-shot, and examples that bring nothing."""
+    return [standing("zero_shot", 0.3, **given), standing("few_shot", 0.28, **given)]
+
+
 def first(*standings: Standing, **facts: Any) -> Decision:
     return decide(standings, Facts(**facts))
 
@@ -49,12 +54,14 @@ def test_a_goal_that_a_prompt_reaches_needs_no_tuning() -> None:
     [
         ([standing("zero_shot", 0.3)], {"knowledge": "changes"}, "documents"),
         ([standing("zero_shot", 0.3), standing("documents", 0.5, better=True)], {}, "documents"),
-        ([standing("zero_shot", 0.3), standing("documents", 0.35)], {}, "tuning"),
+        ([standing("zero_shot", 0.3)], {"examples": FEWEST_EXAMPLES}, "prompt"),
+        ([*shown(), standing("documents", 0.35)], {}, "tuning"),
+        (shown(off_format=200), {}, "format"),
         ([standing("zero_shot", 0.3, off_format=200)], {}, "format"),
-        ([standing("zero_shot", 0.3, off_format=100)], {}, "tuning"),
-        ([standing("zero_shot", 0.3)], {"examples": FEWEST_EXAMPLES - 1}, "examples"),
-        ([standing("zero_shot", 0.3)], {"examples": FEWEST_EXAMPLES}, "tuning"),
-        ([standing("zero_shot", 0.3, n=20)], {"goal": 0.4}, "items"),
+        (shown(off_format=100), {}, "tuning"),
+        (shown(), {"examples": FEWEST_EXAMPLES - 1}, "examples"),
+        (shown(), {"examples": FEWEST_EXAMPLES}, "tuning"),
+        (shown(n=20), {"goal": 0.4}, "items"),
         ([standing("zero_shot", 1.0)], {}, "nothing"),
     ],
 )

@@ -12,8 +12,10 @@ import pytest
 from finetune.errors import UserError
 from finetune.paths import read_json
 from finetune.pipeline import sweep as module
-from finetune.pipeline.sweep import SweepResult, sweep
+from finetune.pipeline.sweep import rung_sizes, sweep
+from finetune.pipeline.sweep_result import SweepResult
 from finetune.recipe.search_space import parse_axes
+from finetune.training.exact_trainer import NotFiniteError
 
 
 @pytest.fixture
@@ -33,15 +35,20 @@ def search(project: Any) -> Any:
 def test_many_short_trainings_then_few_long_ones_and_a_killed_sweep_goes_on(
     search: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over = ["train.learning_rate=1e-4,1e-3,1e-2"]
+    over = ["train.learning_rate=1e-5,1e-4,1e-3,1e-2"]
     found = search(over)
-    short, long = found.trials[:3], found.trials[3:]
-    assert len(long) == 1 and long[0].rows == 3 * short[0].rows
-    assert long[0].overrides == min(short, key=lambda trial: trial.loss).overrides
-    assert found.finalists[0].trial == long[0]
+    short, long = found.trials[:4], found.trials[4:]
+    assert len(long) == 2 and all(trial.rows == 3 * short[0].rows for trial in long)
+    ranked = sorted(short, key=lambda trial: trial.known_loss)
+    assert [trial.overrides for trial in long] == [trial.overrides for trial in ranked[:2]]
+    assert {one.trial for one in found.finalists} == set(long)
+    assert found.finalists[1].low <= found.finalists[1].difference <= found.finalists[1].high
     assert not any(
-        (Path(trial.folder) / name).exists() for trial in found.trials for name in ("eval", "baseline")
+        (Path(trial.folder) / name).exists()
+        for trial in found.trials
+        for name in ("eval", "baseline", "checkpoints")
     )
+    assert 'SET="train.learning_rate=' in found.lines()[-1] and str(found.recipe) in found.lines()[-1]
     monkeypatch.setattr(module, "_train", None)  # everything is there already
     again = search(over)
     assert again.to_dict() == found.to_dict()
@@ -62,7 +69,7 @@ def test_fewer_trials_than_the_grid_are_drawn_and_repeat(
 ) -> None:
     trained: list[tuple[str, ...]] = []
 
-    def train(self: Any, overrides: tuple[str, ...], rows: int) -> module.Trial:
+    def train(self: Any, overrides: tuple[str, ...], rows: int, steps: int | None) -> module.Trial:
         trained.append(overrides)
         rate = float(overrides[0].partition("=")[2])
         return module.Trial(overrides, rows, abs(rate - 3e-4), "", (abs(rate - 3e-4), 0.0), (1, 1))
@@ -74,6 +81,54 @@ def test_fewer_trials_than_the_grid_are_drawn_and_repeat(
     assert len(set(first[:6])) == 6
     search(over, max_trials=6)
     assert first == trained
+
+
+@pytest.mark.parametrize(
+    ("n", "keep", "sizes"),
+    [(1, 2, [1]), (3, 2, [3]), (4, 2, [4, 2]), (9, 2, [9, 3, 2]), (27, 1, [27, 9, 3, 1]), (3, 1, [3, 1])],
+)
+def test_rungs_thin_out_to_the_finalists(n: int, keep: int, sizes: list[int]) -> None:
+    assert rung_sizes(n, keep) == sizes
+
+
+def test_a_candidate_that_diverges_is_lost_and_the_search_goes_on(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = module.train_model
+
+    def train(context: Any, rows: Any, **options: Any) -> Any:
+        if context.inputs.recipe.train.learning_rate == 0.5:
+            raise NotFiniteError("loss", 3)
+        return original(context, rows, **options)
+
+    monkeypatch.setattr(module, "train_model", train)
+    over = ["train.learning_rate=1e-2,0.5"]
+    found = search(over)
+    (lost,) = found.lost
+    assert lost.loss is None and "step 3 is not finite" in lost.why
+    assert [one.trial.overrides for one in found.finalists] == [("train.learning_rate=1e-2",)]
+    assert "2 trainings, 1 of them lost" in found.lines()[0]
+    json.dumps(found.to_dict(), allow_nan=False)
+    monkeypatch.setattr(module, "_train", None)
+    assert search(over).to_dict() == found.to_dict()  # it is not tried again
+    with pytest.raises(UserError, match="every training was lost: the loss of step 3"):
+        monkeypatch.undo()
+        monkeypatch.setattr(module, "train_model", train)
+        search(["train.learning_rate=0.5"])
+
+
+def test_a_budget_of_steps_takes_all_rows_and_fewer_steps_first(search: Any) -> None:
+    found = search(["train.learning_rate=1e-5,1e-4,1e-3,1e-2"], steps=3)
+    assert [trial.steps for trial in found.trials] == [1, 1, 1, 1, 3, 3]
+    assert len({trial.rows for trial in found.trials}) == 1
+    assert "finalists on 3 steps" in found.lines()[0] and "max_steps" not in found.lines()[-1]
+
+
+def test_combinations_that_the_recipe_refuses_are_left_out(search: Any, project: Any) -> None:
+    """lora_plus_ratio goes with LoRA only, and each value goes with the recipe by itself."""
+    found = search(["adapter.kind=lora,none", "train.lora_plus_ratio=4"])
+    assert [trial.overrides[0] for trial in found.trials] == ["adapter.kind=lora"]
+    assert any("left out: adapter.kind=none train.lora_plus_ratio=4" in line for line in project.said)
 
 
 def test_the_curve_tells_what_twice_the_data_would_bring(search: Any) -> None:
@@ -91,6 +146,10 @@ def test_the_curve_tells_what_twice_the_data_would_bring(search: Any) -> None:
         (["train.learning_rat=1,2"], {}, "learning_rat"),
         (["train.learning_rate=1e-3,fast"], {}, "fast"),
         (["adapter.rank=2,4"], {"within": "adapter.kind"}, "is no key of the sweep"),
+        (["train.method=sft,dpo"], {}, "cannot be searched by validation loss"),
+        (["train.preference.beta=0.1,0.5"], {}, "cannot be searched by validation loss"),
+        (["data.max_train_rows=8,16"], {}, "is what the sweep itself gives"),
+        (["train.max_steps=8,16"], {"steps": 3}, "is what the sweep itself gives"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_trained(
