@@ -269,8 +269,9 @@ class _ChunkedLoss(torch.autograd.Function):
             divergence_sum = divergence_sum * math.nan
         if settings.answer_weight == 0.0:
             nll_sum = nll_sum * math.nan
+        divergence_sum, nll_sum = divergence_sum.clone(), nll_sum.clone()  # views cannot be marked
         ctx.mark_non_differentiable(divergence_sum, nll_sum)
-        return loss.clone(), divergence_sum.clone(), nll_sum.clone()
+        return loss.clone(), divergence_sum, nll_sum
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

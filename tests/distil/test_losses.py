@@ -151,6 +151,12 @@ def test_parts_are_told_and_what_has_no_weight_is_not_computed(student: dict[str
     assert float(parts[0.0].divergence_sum) == pytest.approx(float(parts[0.0].loss) * N)
     assert float(parts[1.0].nll_sum) == pytest.approx(float(parts[1.0].loss) * N)
     assert math.isnan(parts[0.0].nll_sum) and math.isnan(parts[1.0].divergence_sum)
+    student["hidden"].requires_grad_()
+    learnt = chunked_distillation_loss(
+        **student, targets=teacher, kind="forward_kl", temperature=2.0, answer_weight=0.5
+    )
+    assert learnt.loss.requires_grad
+    assert not learnt.divergence_sum.requires_grad and not learnt.nll_sum.requires_grad
 
 
 def test_a_batch_without_targets_has_loss_and_gradient_zero(student: dict[str, torch.Tensor]) -> None:

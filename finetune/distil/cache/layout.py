@@ -25,8 +25,9 @@ from finetune.paths import read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-# 32,768 targets are 8.5 MB at k = 64, and what a killed process loses at most.
-SHARD_TARGETS = 1 << 15
+# Targets of a shard: a sixteenth of a cache is what a killed process loses at most, and each shard is a step of progress;
+# 32,768 targets are 8.5 MB at k = 64.
+_SHARDS, _LEAST_SHARD, _GREATEST_SHARD = 16, 1 << 10, 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class CacheIdentity:
             for name in ("teacher", "tokenizer", "data")
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
+
+
+def shard_size(n_targets: int) -> int:
+    """Targets of a shard of a cache of so many: decided by the rows alone, so a command that goes on finds its shards."""
+    return min(max(n_targets // _SHARDS, _LEAST_SHARD), _GREATEST_SHARD)
 
 
 def rows_digest(rows: Sequence[TokenisedRow]) -> str:

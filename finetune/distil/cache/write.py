@@ -21,12 +21,12 @@ from finetune.digest import digest_bytes
 from finetune.distil.cache.coding import DTYPES, Coding, TopK, keep_top_k, temperatures_of, to_tensors
 from finetune.distil.cache.layout import (
     MANIFEST,
-    SHARD_TARGETS,
     CacheIdentity,
     CacheManifest,
     ShardEntry,
     read_manifest,
     refuse_other,
+    shard_size,
 )
 from finetune.distil.cache.measure import coverage_sums, merge_sums, reconstruction_sums, summarise
 from finetune.distil.head import live_targets
@@ -158,12 +158,13 @@ def cache_teacher(
     identity: CacheIdentity,
     coding: Coding,
     least_coverage: float | None = None,
-    shard_targets: int = SHARD_TARGETS,
+    shard_targets: int | None = None,
     say: Say = lambda text: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> CacheManifest:
     """Put what the teacher says of every target of `rows` into `folder`; a cache that is there, in part too, is gone on from.
 
+    shard_targets: the least targets of a shard (None: `shard_size`).
     least_coverage: the mean mass that the top k must have at every temperature, known after the first shard. progress:
     called with the number of targets that were added. Damaged shards are made again, and `say` tells which. Raises
     UserError when the folder holds a cache of something else (the digests are named), for rows without a target and for
@@ -174,7 +175,11 @@ def cache_teacher(
         folder.mkdir(parents=True, exist_ok=True)
     with _only_process(folder, say):
         manifest = _begin(folder, rows, identity, coding, say)
-        spans = list(enumerate(shard_rows(rows, shard_targets)))
+        if manifest.complete:
+            progress(manifest.targets)
+            _require_coverage(manifest, least_coverage, folder)
+            return manifest
+        spans = list(enumerate(shard_rows(rows, shard_targets or shard_size(manifest.targets))))
         wanted = {(_shard_name(number), *span) for number, span in spans}  # another size has other ones
         done = {s.first_row: s for s in manifest.shards if (s.file, s.first_row, s.last_row) in wanted}
         sample_every = max(1, manifest.targets // SAMPLED_TARGETS)

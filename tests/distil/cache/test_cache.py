@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.tokenise import IGNORED, TokenisedRow
 from finetune.distil.cache.coding import Coding
-from finetune.distil.cache.layout import CacheIdentity, cache_key, read_manifest, rows_digest
+from finetune.distil.cache.layout import CacheIdentity, cache_key, read_manifest, rows_digest, shard_size
 from finetune.distil.cache.read import CachedTeaching, TeacherCache
 from finetune.distil.cache.write import ModelSaying, cache_teacher, coding_of, padded, shard_rows
 from finetune.distil.losses import divergence, target_places
@@ -255,6 +255,17 @@ def test_a_cache_that_was_begun_with_other_shards_becomes_whole(fill: Any, tmp_p
         for name in ("cache", "whole")
     )
     assert found.ids is not None and wanted.ids is not None and torch.equal(found.ids, wanted.ids)
+
+
+def test_a_whole_cache_of_other_shards_is_not_made_again(fill: Any) -> None:
+    manifest, _ = fill()
+    again, asked = fill(shard_targets=11)
+    assert asked == 0 and again.shards == manifest.shards
+
+
+def test_the_size_of_shards_follows_that_of_the_cache() -> None:
+    sizes = [shard_size(n) for n in (0, 10_000, 100_000, 10**9)]
+    assert sizes == [1024, 1024, 6250, 32_768]
 
 
 def test_other_settings_are_refused(fill: Any) -> None:
