@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contenders import in_order, peak_bytes, tiny_source
 from peft import LoraConfig
 from results import table, write_section
 from step_clock import StepClock
@@ -77,29 +77,6 @@ def make_pairs(options: argparse.Namespace, n_vocabulary: int) -> list[AnsweredP
             )
         )
     return pairs
-
-
-def tiny_source() -> Any:
-    """A random Llama of two layers with the embedded model's tokenizer left out: a folder of its own."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = Path(tempfile.mkdtemp())
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(256)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t2").save_pretrained(
-        folder
-    )
-    return resolve_model(str(folder))
 
 
 def plain_trl(name: str, source: Any, pairs: list[AnsweredPrompt], options: argparse.Namespace) -> Any:
@@ -179,19 +156,13 @@ def contend(
         reference_seconds = trainer.reference_seconds
     clock = StepClock()
     trainer.add_callback(clock)
-    trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    in_order(trainer)
     trainer.train()
     return {
         "step_seconds": statistics.median(clock.seconds[1:]),
         "reference_seconds": reference_seconds / options.steps,
         "peak_bytes": peak_bytes(),
     }
-
-
-def peak_bytes() -> float:
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def peak_alone(name: str, options: argparse.Namespace) -> float:
