@@ -49,4 +49,9 @@ def format_count(n: int) -> str:
 
 def format_points(share: float) -> str:
     """A difference of shares as signed percentage points: 0.304 -> '+30.4 points'."""
-    return f"{share * 100:+.1f} points"
+    return f"{points(share)} points"
+
+
+def points(share: float) -> str:
+    """The same without its unit, for the ends of an interval: 0.304 -> '+30.4'; what rounds to nothing is '+0.0'."""
+    return f"{round(share * 100, 1) + 0.0:+.1f}"

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.claims import Correction, correct_claims, primary_of
 from finetune.stats.multiplicity import explain
+from finetune.units import points
 
 Requirement = Literal["improvement", "no-regression"]
 # The worst outcome decides, in this order.
@@ -123,13 +124,13 @@ def _judge(result: Mapping[str, Any], require: Requirement) -> GateRow:
 
 
 def describe_difference(one: Mapping[str, Any]) -> str:
-    """'+30.4 points [+25.0, +35.8] at 95 %, n = 240'; 'nothing compared' when there is nothing."""
+    """'+30.4 points [+25.0, +35.8] at 95 %, n = 240'; 'nothing compared (n = 0)' when there is nothing."""
     if one["difference"] is None:
         return "nothing compared (n = 0)"
-    scale, unit = (100.0, " points") if is_share(one) else (1.0, "")
+    unit, shown = (" points", points) if is_share(one) else ("", lambda value: f"{value:+.4g}")
     return (
-        f"{one['difference'] * scale:+.4g}{unit} [{one['low'] * scale:+.4g}, {one['high'] * scale:+.4g}] "
-        f"at {one['confidence']:.0%}, n = {one['n']}"
+        f"{shown(one['difference'])}{unit} [{shown(one['low'])}, {shown(one['high'])}] "
+        f"at {one['confidence'] * 100:g} %, n = {one['n']}"
     )
 
 

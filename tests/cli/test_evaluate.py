@@ -213,7 +213,7 @@ def test_the_gate_writes_junit_and_markdown(
     table = (tmp_path / "gate.md").read_text()
     assert "that needs no correction for their number." in table
     assert "**Evaluation gate: regressed** (against base)" in table
-    assert "| guard | regression | exact_match | -100 points [" in table
+    assert "| guard | regression | exact_match | -100.0 points [" in table
 
 
 def test_nothing_answered_never_passes(make_run: Any, suite: Suite, tmp_path: Path) -> None:

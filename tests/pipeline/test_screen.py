@@ -44,7 +44,7 @@ def _lines(folder: Path, *results: dict[str, Any], correction: Any = "holm") -> 
 
 def test_an_improvement_is_shown_with_interval_and_cells(folder: Path) -> None:
     lines = _lines(folder, _result("task"))
-    assert lines["effect"] == "m 10.0% → 40.0%: +30 points [+20, +40] at 95%, n = 60; 20 fixed, 2 broken"
+    assert lines["effect"] == "m 10.0% → 40.0%: +30.0 points [+20.0, +40.0] at 95 %, n = 60; 20 fixed, 2 broken"
     assert lines["verdict"].startswith("IMPROVED: the tuning helped")
     assert not {"limits", "suite", "claims", "cost"} & set(lines)
 
@@ -59,7 +59,7 @@ def test_every_other_suite_has_a_line_and_the_deciding_one_is_named(folder: Path
     guard = _result("guard", "forgetting", mean_a=2.5, mean_b=3.1, difference=0.6, low=0.4, high=0.8,
                     verdict="regressed", fixed=None)  # fmt: skip
     lines = _lines(folder, _result("task"), guard)
-    assert lines["suite"] == "guard (forgetting): m +0.6 [+0.4, +0.8] at 95%, n = 60; regressed"
+    assert lines["suite"] == "guard (forgetting): m +0.6 [+0.4, +0.8] at 95 %, n = 60; regressed"
     assert lines["verdict"] == (
         "REGRESSED: the tuned model is worse (decided by guard; task by itself: improved)"
     )
