@@ -17,16 +17,16 @@ _CURVE_WIDTH = 32
 _RECENT_STEPS = 20  # the speed that the time left is told by
 _SAMPLE_CHARACTERS = 200
 _NOTE_CHARACTERS = 400
+_REASONS = {
+    "diverged": "its loss stayed above where it began",
+    "not_finite": "its loss or gradient was not finite",
+}
 # What a person should look at, by kind of event: in a sentence.
 _NOTES: dict[str, Callable[[Record], str]] = {
     "flag": lambda event: str(event.get("message")),
     "finding": lambda event: f"{event.get('title')}: {event.get('why')}",
     "rewind": lambda event: _rewound(event),
     "stop": lambda event: "the run stopped: " + _REASONS.get(str(event.get("reason")), "it went wrong"),
-}
-_REASONS = {
-    "diverged": "its loss stayed above where it began",
-    "not_finite": "its loss or gradient was not finite",
 }
 
 
