@@ -22,7 +22,8 @@ class Axis:
 
 
 def parse_axes(arguments: Sequence[str]) -> tuple[Axis, ...]:
-    """`KEY=LOW..HIGH:logN` (N values, evenly spaced in the logarithm), `KEY=LOW..HIGH:N` (evenly spaced), `KEY=A,B,C`.
+    """`KEY=LOW..HIGH:logN` (N values, evenly spaced in the logarithm), `KEY=LOW..HIGH:N` (evenly spaced), `KEY=A,B,C`, where a
+    value may be a list: `KEY=[a],[a,b]`.
 
     Raises UserError with every fault at once: a form that is none of these, a key or a value given twice, a range that does not
     rise, a logarithm of what is not positive.
@@ -52,7 +53,7 @@ def parse_axes(arguments: Sequence[str]) -> tuple[Axis, ...]:
 def _values(text: str) -> tuple[str, ...]:
     if ".." in text:
         return _range(text)
-    values = tuple(part.strip() for part in text.split(","))
+    values = tuple(part.strip() for part in _parts(text))
     if not all(values):
         raise ValueError("a value is empty")
     if len(set(values)) < len(values):
@@ -60,11 +61,28 @@ def _values(text: str) -> tuple[str, ...]:
     return values
 
 
+def _parts(text: str) -> list[str]:
+    """At its commas, but not at those inside brackets or braces: a value may be a list."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth:
+        raise ValueError("a bracket is not closed")
+    return parts
+
+
 def _range(text: str) -> tuple[str, ...]:
     found = _RANGE.fullmatch(text)
     if found is None:
         raise ValueError("a range is LOW..HIGH:N or LOW..HIGH:logN")
-    low, high, count = float(found["low"]), float(found["high"]), int(found["count"])
+    try:
+        low, high, count = float(found["low"]), float(found["high"]), int(found["count"])
+    except ValueError:
+        raise ValueError("the ends of a range are numbers") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError("a range must rise")
     if not 2 <= count <= _MOST_VALUES:
@@ -76,4 +94,7 @@ def _range(text: str) -> tuple[str, ...]:
         points = [low * (high / low) ** step for step in steps]
     else:
         points = [low + (high - low) * step for step in steps]
-    return tuple(f"{point:.4g}" for point in points)
+    values = tuple(f"{point:.4g}" for point in points)
+    if len(set(values)) < count:
+        raise ValueError("the ends of the range are too close for so many values of four digits")
+    return values

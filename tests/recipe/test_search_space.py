@@ -15,6 +15,8 @@ def test_ranges_and_lists() -> None:
     assert rate.key == "train.learning_rate" and rate.values == ("1e-05", "0.0001", "0.001")
     assert rank.values == ("8", "16", "32")
     assert share.values == ("0", "0.1", "0.2")
+    (targets,) = parse_axes(["adapter.target_modules=[q_proj], [q_proj,v_proj],all-linear"])
+    assert targets.values == ("[q_proj]", "[q_proj,v_proj]", "all-linear")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,9 @@ def test_ranges_and_lists() -> None:
         ("a=nan..1:3", "must rise"),
         ("a=0..1:log3", "above 0"),
         ("a=0..1:1", "2 to"),
-        ("a=x..1:3", "could not convert"),
+        ("a=x..1:3", "ends of a range are numbers"),
+        ("a=1..1.00001:3", "too close"),
+        ("a=[b,c", "not closed"),
     ],
 )
 def test_what_is_no_space_is_told(argument: str, told: str) -> None:
