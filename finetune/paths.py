@@ -18,6 +18,7 @@ from finetune.errors import UserError, did_you_mean
 _KINDS = {
     "recipes": ("recipes", b"recipe"),
     "merges": ("recipes", b"merge"),
+    "searches": ("recipes", b"merge_search"),
     "data": ("data", b"dataset"),
     "eval": ("eval", b"suite"),
 }  # kind -> its folder and its version key
@@ -27,7 +28,7 @@ _NOT_WRITABLE = frozenset(
         errno.ENAMETOOLONG,
     }
 )  # fmt: skip
-_VERSION_KEY = re.compile(rb"^(recipe|merge|dataset|suite):", re.MULTILINE)
+_VERSION_KEY = re.compile(rb"^(recipe|merge|merge_search|dataset|suite):", re.MULTILINE)
 
 
 def shipped_root() -> Path:
@@ -50,7 +51,7 @@ def find_declarative(
 
     Tried in order: the path as given (absolute or from the working folder, unless `working_folder` is False), relative
     to the file that names it (`relative_to`), then `<shipped root>/<folder>/<name>[.yaml]`. `kind` is 'recipes', 'merges',
-    'data' or 'eval'.
+    'searches', 'data' or 'eval'.
     Raises UserError with the nearest shipped name when nothing matches.
     """
     assert kind in _KINDS, kind
@@ -69,7 +70,7 @@ def find_declarative(
                     others.append(candidate)
     known = shipped_names(kind)
     if others:
-        key = sorted(_version_keys(others[0]))[0].decode()
+        key = sorted(version_keys(others[0]))[0].decode()
         raise UserError(
             f"{others[0]} is another kind of file: it begins with '{key}:', not '{_KINDS[kind][1].decode()}:'",
             where=where,
@@ -85,11 +86,12 @@ def find_declarative(
 
 def _is_of_another_kind(path: Path, kind: str) -> bool:
     """A suite and the dataset it asks may share a name: the version key at the top tells them apart."""
-    found = _version_keys(path)
+    found = version_keys(path)
     return bool(found) and _KINDS[kind][1] not in found
 
 
-def _version_keys(path: Path) -> set[bytes]:
+def version_keys(path: Path) -> set[bytes]:
+    """Which kinds a declarative file says it is, e.g. {b'recipe'}; none for a recipe that extends another one."""
     return set(_VERSION_KEY.findall(path.read_bytes()))
 
 
@@ -98,8 +100,8 @@ def shipped_names(kind: str) -> list[str]:
     root = shipped_root() / _KINDS[kind][0]
     # A recipe that extends another one holds no version key; a merge recipe always does.
     files = [path for path in root.rglob("*.yaml") if not _is_of_another_kind(path, kind)]
-    if kind == "merges":
-        files = [path for path in files if _version_keys(path)]
+    if kind in ("merges", "searches"):
+        files = [path for path in files if version_keys(path)]
     names = (path.relative_to(root).with_suffix("").as_posix() for path in files)
     return sorted(name for name in names if not name.startswith("launch/"))  # accelerate's files, no recipes
 

@@ -97,6 +97,7 @@ def _exit_interrupted(arguments: Sequence[str]) -> NoReturn:
         ["eval", "run"],
         ["distil", "cache"],
         ["merge", "models"],
+        ["merge", "search"],
     )
     resumes = "; the same command continues where it stopped" if continues else ""
     if "--json" in arguments:

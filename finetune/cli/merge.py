@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli import merge_models
+from finetune.cli import merge_models, merge_search
 from finetune.cli.output import JsonFlag, emit, note
 from finetune.errors import UserError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 
 
 app.command()(merge_models.models)
+app.command()(merge_search.search)
 
 
 class Dtype(StrEnum):

@@ -35,15 +35,19 @@ def validate(
     overrides: SetOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check recipes, and the files they name, without starting anything. Prints every fault at once."""
+    """Check recipes, of merges too, and the files they name, without starting anything. Prints every fault at once."""
+    from finetune.cli.recipe_merges import kind_of, shipped_merges, valid_merge
     from finetune.errors import UserError
     from finetune.paths import shipped_names
     from finetune.recipe.resolve import recipe_digest
 
     faults: list[Fault] = []
     valid: list[dict[str, Any]] = []
-    for name in recipes or shipped_names("recipes"):
+    for name in recipes or [*shipped_names("recipes"), *shipped_merges()]:
         try:
+            if (kind := kind_of(name)) != "recipes":
+                valid.append(valid_merge(name, kind, overrides or ()))
+                continue
             loaded = _read(name, overrides)
         except UserError as error:
             faults += error.faults
@@ -55,7 +59,7 @@ def validate(
             valid.append({"recipe": name, "name": recipe.name, "digest": recipe_digest(recipe)})
     if faults:
         raise UserError(list(dict.fromkeys(faults)))
-    lines = [f"valid: {row['recipe']} (name {row['name']}, digest {row['digest'][:8]})" for row in valid]
+    lines = [f"valid: {row['recipe']} ({_known_by(row)})" for row in valid]
     emit({"valid": valid}, "\n".join(lines), as_json=as_json)
 
 
@@ -151,6 +155,12 @@ def _faults_of_named_files(loaded: Loaded[Recipe]) -> list[Fault]:
         except UserError as error:
             faults += error.faults
     return faults
+
+
+def _known_by(row: dict[str, Any]) -> str:
+    """'name home_intents_lora, digest de4e1cb7', or what a merge does."""
+    told = row["does"] if "does" in row else f"name {row['name']}, digest {row['digest'][:8]}"
+    return str(told)
 
 
 def _shown(value: Any) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from finetune.errors import Fault
 from finetune.recipe.fit import PlacedFault, fit
 from finetune.recipe.merge_methods import METHOD_RULES
 from finetune.recipe.merge_section import MergeRecipe, Parameters
-from finetune.recipe.nodes import DEFAULT, Entry, Mapping, Node, Origin, from_plain
+from finetune.recipe.nodes import DEFAULT, Entry, Mapping, Node, Origin, Scalar, from_plain
 from finetune.recipe.nodes import Sequence as ListNode
 from finetune.recipe.overrides import apply_overrides, parse_overrides
 from finetune.recipe.yaml_loader import raise_faults, read_tree
@@ -45,12 +45,18 @@ class LoadedMerge:
 
 
 def load_merge(
-    path: Path, *, overrides: Sequence[str] = (), base: str | None = None, models: Sequence[str] = ()
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    base: str | None = None,
+    models: Sequence[str] = (),
+    weights: Sequence[float] | None = None,
 ) -> LoadedMerge:
-    """Read `path`; `base` and `models` (from flags) replace what the file names. Raises UserError with every fault."""
+    """Read `path`; `base` and `models` (from flags), with one of `weights` each, replace what the file names. Raises
+    UserError with every fault."""
     root, faults = read_tree(path)
     parsed, override_faults = parse_overrides(overrides)
-    root = _named(apply_overrides(root, parsed), base, models)
+    root = _named(apply_overrides(root, parsed), base, models, weights)
     value, placed = fit(root, MergeRecipe, _ELSEWHERE)
     remarks: list[str] = []
     if value is not None:
@@ -61,13 +67,34 @@ def load_merge(
     return LoadedMerge(cast(MergeRecipe, value), path, tuple(remarks))
 
 
-def _named(root: Mapping, base: str | None, models: Sequence[str]) -> Mapping:
+def method_of(root: Mapping) -> str:
+    """What the tree of a merge recipe names as its method; empty where it names none, which reading it tells."""
+    entry = root.entries.get("merge_method")
+    return entry.node.text if entry is not None and isinstance(entry.node, Scalar) else ""
+
+
+def stand_ins(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, list[str]]:
+    """A base and models for a recipe that names none, as many as its method takes; nothing for one that names its own."""
+    root = apply_overrides(read_tree(path)[0], parse_overrides(overrides)[0])
+    if "models" in root.entries or "slices" in root.entries:
+        return None, []
+    rule = METHOD_RULES.get(method_of(root))
+    low, high = rule.n_models if rule is not None else (1, 1)
+    return (None if "base_model" in root.entries else "base"), ["one", "two"][: min(max(low, 2), high)]
+
+
+def _named(
+    root: Mapping, base: str | None, models: Sequence[str], weights: Sequence[float] | None
+) -> Mapping:
     entries = dict(root.entries)
     if base is not None:
         entries["base_model"] = Entry(from_plain(base, Origin("set", "--base")), DEFAULT)
     if models:
         origin = Origin("set", "--model")
-        entries["models"] = Entry(from_plain([{"model": model} for model in models], origin), origin)
+        named: list[dict[str, Any]] = [{"model": model} for model in models]
+        for entry, weight in zip(named, weights or (), strict=weights is not None):
+            entry["parameters"] = {"weight": weight}
+        entries["models"] = Entry(from_plain(named, origin), origin)
     return Mapping(entries, root.origin)
 
 

@@ -1,20 +1,8 @@
-"""The report page of a run: one file, no network, verdict first.
-
-Model output, data and file names are hostile until shown otherwise. Three layers keep them text: every value passes
-`_printed` (hidden characters spelled out, absent values named), Jinja escapes it, and the content security policy
-runs nothing but the two blocks whose hashes it names.
-"""
+"""The report page of a run: one file, no network, verdict first. How hostile text stays text is in `rendering`."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from finetune.paths import write_atomic
 from finetune.report.accounts import read_ledger, read_memory, read_provenance, summary_of
@@ -23,18 +11,16 @@ from finetune.report.curves import read_curves
 from finetune.report.distillation import read_distillation
 from finetune.report.forest import four_cells, read_forests
 from finetune.report.next_steps import read_next_steps, shown_folder
-from finetune.report.numbers import arm_name, sentence_case, words
+from finetune.report.numbers import sentence_case
 from finetune.report.read import RunFiles, as_dict, as_list, as_text, read_run
+from finetune.report.rendering import render
 from finetune.report.samples import read_samples
 from finetune.report.slices import read_slices
 from finetune.report.tables import read_costs, read_metrics
 from finetune.report.trust import read_trust
-from finetune.report.untrusted import visible
 from finetune.report.verdict import read_verdict
 
 FILE_NAME = "report.html"
-_TEMPLATES = Path(__file__).parent / "templates"
-_ABSENT = Markup('<span class="absent">not recorded</span>')
 
 
 def write_report(run_folder: Path) -> Path:
@@ -58,43 +44,34 @@ def render_page(run: RunFiles) -> str:
     others = [
         cells for one in verdict.comparisons if one is not verdict.primary and (cells := four_cells(one))
     ]
-    style, script = _asset("report.css"), _asset("report.js")
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            title=as_text(run.manifest.get("recipe_name"))
-            or as_text(run.recipe.get("name"))
-            or run.folder.name,
-            description=as_text(run.recipe.get("description")),
-            heading=_heading(run),
-            policy=_policy(style, script),
-            style=style,
-            script=script,
-            verdict=verdict,
-            profile=as_text(run.recipe.get("profile")),
-            summary=summary_of(ledger, memory),
-            forests=read_forests(verdict.comparisons, verdict.primary),
-            cells=four_cells(verdict.primary) if verdict.primary else None,
-            other_cells=others,
-            metrics=read_metrics(run),
-            curves=read_curves(run),
-            samples=read_samples(run),
-            memory=memory,
-            ledger=ledger,
-            slices=read_slices(run),
-            trust=read_trust(run),
-            costs=read_costs(run, against or "few_shot"),
-            distillation=read_distillation(run),
-            readings=read_answers(run, verdict.primary, verdict.comparisons),
-            provenance=read_provenance(run),
-            recipe_text=run.recipe_text,
-            folder=shown_folder(run.folder),
-            gaps=run.gaps,
-            notes=_notes(run),
-            claims=_claims(run),
-            steps=read_next_steps(run, verdict),
-        )
+    return render(
+        "page.html.j2",
+        title=as_text(run.manifest.get("recipe_name")) or as_text(run.recipe.get("name")) or run.folder.name,
+        description=as_text(run.recipe.get("description")),
+        heading=_heading(run),
+        verdict=verdict,
+        profile=as_text(run.recipe.get("profile")),
+        summary=summary_of(ledger, memory),
+        forests=read_forests(verdict.comparisons, verdict.primary),
+        cells=four_cells(verdict.primary) if verdict.primary else None,
+        other_cells=others,
+        metrics=read_metrics(run),
+        curves=read_curves(run),
+        samples=read_samples(run),
+        memory=memory,
+        ledger=ledger,
+        slices=read_slices(run),
+        trust=read_trust(run),
+        costs=read_costs(run, against or "few_shot"),
+        distillation=read_distillation(run),
+        readings=read_answers(run, verdict.primary, verdict.comparisons),
+        provenance=read_provenance(run),
+        recipe_text=run.recipe_text,
+        folder=shown_folder(run.folder),
+        gaps=run.gaps,
+        notes=_notes(run),
+        claims=_claims(run),
+        steps=read_next_steps(run, verdict),
     )
 
 
@@ -124,43 +101,3 @@ def _claims(run: RunFiles) -> str | None:
     """What the p-values of several suites were corrected for; nothing where one suite claims an improvement."""
     tasks = [one for one in run.suite_records.values() if one.get("role") == "task"]
     return as_text(as_dict(run.comparison.get("correction")).get("explained")) if len(tasks) > 1 else None
-
-
-def _printed(value: Any) -> Any:
-    """What any expression of a template becomes before it is escaped. A bare float is a formatting that was forgotten."""
-    if value is None:
-        return _ABSENT
-    if isinstance(value, float):
-        raise TypeError(f"a number reached the page unformatted: {value!r}")
-    return value if isinstance(value, Markup) or not isinstance(value, str) else visible(value)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_printed,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["words"] = words
-    environment.filters["arm"] = arm_name
-    environment.filters["sentence_case"] = sentence_case
-    return environment
-
-
-@cache
-def _asset(name: str) -> Markup:
-    """A style sheet or script of this package, to stand inside its element as it is."""
-    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
-
-
-def _policy(style: str, script: str) -> str:
-    """A content security policy that allows the page's own two inline blocks, by hash, and nothing else."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    return (
-        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
-        "base-uri 'none'; form-action 'none'"
-    )

@@ -60,7 +60,36 @@ def test_validate_in_json(finetune: Any, recipe: Path) -> None:
 def test_validate_without_a_name_checks_all_that_is_shipped(finetune: Any) -> None:
     code, out, err = finetune("validate", "--json")
     assert code == 0, err + out
-    assert [row["recipe"] for row in json.loads(out)["valid"]] == shipped_names("recipes")
+    every = [name for kind in ("recipes", "merges", "searches") for name in shipped_names(kind)]
+    assert [row["recipe"] for row in json.loads(out)["valid"]] == every
+
+
+def test_validate_knows_merges_and_searches_over_them(finetune: Any, tmp_path: Path) -> None:
+    code, out, _ = finetune("validate", "merge/ties", "merge/slerp", "merge/home_intents_languages")
+    assert code == 0
+    assert out.splitlines()[0] == "valid: merge/ties (ties, dialect paper, models named when it runs)"
+    assert out.splitlines()[2] == "valid: merge/home_intents_languages (search over 7 merges)"
+    theirs = tmp_path / "theirs.yml"
+    theirs.write_text("merge_method: linear\nmodels: [{model: a}, {model: b}]\ndtype: bfloat16\n")
+    assert "linear, dialect mergekit, 2 models" in finetune("validate", str(theirs))[1]
+    theirs.write_text("merge_method: linear\nmodels: [{model: a}]\ndtyp: bfloat16\n")
+    code, _, err = finetune("validate", str(theirs), "merge/ties")
+    assert code == 2 and "theirs.yml:3:1: unknown key 'dtyp'" in err
+
+
+def test_validate_looks_into_the_suites_and_the_parents_of_a_search(finetune: Any, tmp_path: Path) -> None:
+    search = tmp_path / "search.yaml"
+    search.write_text(
+        "merge_search: 1\nname: s\nbase: b\nparents: [{name: one, recipe: sft/home_intents_lor}]\n"
+        "candidates: [{merge: merge/base_average}]\nsuites: [generel, general]\n"
+    )
+    code, _, err = finetune("validate", str(search))
+    assert code == 2
+    assert "no such file or shipped eval entry: 'generel'" in err
+    assert "no such file or shipped recipes entry: 'sft/home_intents_lor'" in err
+    search.write_text(search.read_text().replace("generel, ", "").replace("_lor}", "_lora}"))
+    code, _, err = finetune("validate", str(search))
+    assert code == 2 and "no suite has the role task" in err  # nothing would decide
 
 
 def test_validate_tells_every_fault_of_every_file(finetune: Any, recipe: Path) -> None:
