@@ -7,6 +7,7 @@ from pathlib import Path
 from finetune.paths import write_atomic
 from finetune.report.accounts import read_ledger, read_memory, read_provenance, summary_of
 from finetune.report.answers import read_answers
+from finetune.report.checks import read_checks
 from finetune.report.curves import read_curves
 from finetune.report.distillation import read_distillation
 from finetune.report.forest import four_cells, read_forests
@@ -56,6 +57,7 @@ def render_page(run: RunFiles) -> str:
         cells=four_cells(verdict.primary) if verdict.primary else None,
         other_cells=others,
         metrics=read_metrics(run),
+        checks=read_checks(run),
         curves=read_curves(run),
         samples=read_samples(run),
         memory=memory,

@@ -86,6 +86,8 @@ class RunFiles:
     reviewed: tuple[Record, ...] = ()  # lines of eval/review.jsonl
     distillation: Record = field(default_factory=dict)
     teacher_cache: Record = field(default_factory=dict)
+    alignment: Record = field(default_factory=dict)
+    checks: Record = field(default_factory=dict)
 
     @property
     def suite_records(self) -> dict[str, Record]:
@@ -295,6 +297,8 @@ def read_run(folder: Path) -> RunFiles:
         power=reader.optional("baseline/power.json", "what the items could show is"),
         distillation=reader.optional("distillation.json", "who taught is"),
         teacher_cache=reader.optional("teacher_cache.json", "what was kept of the teacher is"),
+        alignment=reader.optional("alignment.json", "how the tokens of teacher and student lie is"),
+        checks=reader.optional("checks.json", "what the doctor checked is"),
         judges=tuple(reader.optional(path, "what the judge said is") for path in reader.judge_files()),
         gaps=tuple(reader.gaps),  # last: the readers above fill it
     )

@@ -42,9 +42,10 @@ def write_run(folder: Path, *, n_items: int = 204, n_steps: int = 150, n_broken:
     write_recipe(folder)
     write_manifest(folder)
     write_data_manifest(folder)
-    write_events(folder, n_steps)
+    write_events(folder, n_steps, sampled=True)
     write_forecast(folder)
     write_environment(folder)
+    write_checks(folder)
     few = [index % 8 == 0 for index in range(n_items)]
     right_before = [index for index, right in enumerate(few) if right]
     tuned = [right or chance.random() < 0.7 for right in few]
@@ -134,7 +135,7 @@ def write_data_manifest(folder: Path, *, n_lost: int = 0, n_leaks: int = 0) -> N
     )
 
 
-def write_events(folder: Path, n_steps: int, *, torn: bool = True) -> None:
+def write_events(folder: Path, n_steps: int, *, torn: bool = True, sampled: bool = False) -> None:
     chance = random.Random(11)
     lines: list[str] = []
     for step in range(1, n_steps + 1):
@@ -169,6 +170,8 @@ def write_events(folder: Path, n_steps: int, *, torn: bool = True) -> None:
             )
         if step == n_steps // 3:
             lines.append(json.dumps({"event": "resume", "step": step}))
+            answer = {"event": "sample", "step": step, "name": "row-1", "prompt": "on", "output": HOSTILE[0]}
+            lines += [json.dumps(answer)] if sampled else []
     write_atomic(folder / "events.jsonl", "\n".join(lines) + ('\n{"event": "st' if torn else "\n"))
 
 
@@ -190,6 +193,23 @@ def write_forecast(folder: Path, *, used: int | None = 3_310_000_000) -> None:
         "basis": "rss",
     }
     write_json(folder / "forecast.json", forecast)
+
+
+def write_checks(folder: Path) -> None:
+    kept = {"measured": None, "limit": None, "where": "", "changes": {}, "exit_code": 2}
+    found = [
+        {"check": "BOS once", "status": "ok", "group": "tokens", "detail": "no row of 256 begins with two"},
+        {"check": "refusals", "status": "skipped", "group": "data", "detail": "no suite asks for any"},
+        {
+            "check": "one language",
+            "status": "warning",
+            "group": "data",
+            "detail": "6.4% of the answers differ <b>not bold</b>",
+            "remedy": "bring the answers into one form",
+        },
+    ]
+    findings = [{**kept, "remedy": "", **one} for one in found]
+    write_json(folder / "checks.json", {"findings": findings})
 
 
 def write_environment(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -34,10 +35,41 @@ def test_the_page_is_quiet_complete_and_fits(tab: Any, run_folder: Path, width: 
     assert len(plots) == 5
     assert all(plot["drawn"] and plot["texts"] >= 4 and plot["stroke"] != "none" for plot in plots), plots
     assert tab.evaluate("document.querySelectorAll('svg.forest .estimate').length") == 7
+    told = tab.evaluate("[...document.querySelectorAll('main section')].map((one) => one.id)")
+    assert {"verdict", "checks", "training", "memory", "data"} <= set(told)
+    assert tab.evaluate("document.querySelectorAll('#memory rect').length") >= 10
+    assert tab.evaluate("document.querySelectorAll('#checks tbody tr').length") == 3
+    assert tab.evaluate("document.querySelectorAll('#training details.sampled tbody tr').length") == 1
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 21, 23)" if dark else "rgb(253, 253, 252)")
     tab.screenshot(page.with_name(f"report-{width}-{'dark' if dark else 'light'}.png"))
+
+
+def test_what_was_diagnosed_is_marked_on_the_drawn_curve(tab: Any, run_folder: Path) -> None:
+    lines = (run_folder / "events.jsonl").read_text().splitlines()[:-1]  # the last one is torn
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "step" and event["step"] in (60, 120):
+            event["loss"] = 9.0
+        elif event.get("loss") == "nan":
+            event["loss"] = 0.2
+    (run_folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    tab.messages.clear()
+    tab.open(write_report(run_folder), width=1280)
+    assert tab.messages == []
+    boxes = tab.evaluate(
+        "[...document.querySelectorAll('#plot-loss .findings > *')]"
+        ".map((one) => one.getBoundingClientRect()).map((box) => [box.left, box.width + box.height])"
+    )
+    area = tab.evaluate(
+        "(() => { const box = document.querySelector('#plot-loss .area').getBoundingClientRect();"
+        " return [box.left, box.right]; })()"
+    )
+    assert len(boxes) >= 2
+    assert all(area[0] <= left <= area[1] and size > 2 for left, size in boxes)
+    told = tab.evaluate("document.querySelector('#training > div > .checks').innerText")
+    assert "spike" in told.lower() and "Remedy" in told
 
 
 def test_nothing_is_wider_than_a_phone(tab: Any, run_folder: Path) -> None:
