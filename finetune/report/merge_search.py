@@ -44,12 +44,12 @@ def render_search(result: Mapping[str, Any]) -> str:
         judged=_outcome(str(confirmation["outcome"])),
         sentence=f"{winner}, merged of {' and '.join(result['parents'])}, {_SENTENCES[confirmation['outcome']]}",
         claims=[_claim(one) for one in confirmation["claims"]],
-        levels=_levels(result, result["models"], winner),
+        levels=_levels(result, result["models"], winner, with_counts=True),
         differences=[_differences(result, suite) for suite in result["suites"]],
         looks=f"{len(result['comparisons'])}",
         marks=_marks(result),
         kept_out=sorted(choice["kept_out"].items()),
-        confirmed=_levels(result, confirmation["models"], winner),
+        confirmed=_levels(result, confirmation["models"], winner, with_counts=False),
         forest=_forest(confirmation["comparisons"]),
         sides=[_sides(suite) for suite in result["suites"]],
         earlier=[(suite, ", ".join(names)) for suite, names in confirmation["earlier"].items()],
@@ -87,20 +87,29 @@ def _metrics(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _levels(result: Mapping[str, Any], models: Sequence[Mapping[str, Any]], winner: str) -> Table:
-    """What each model scores, with its interval; of merges how many differences are shown, and their size."""
+def _levels(
+    result: Mapping[str, Any], models: Sequence[Mapping[str, Any]], winner: str, *, with_counts: bool
+) -> Table:
+    """What each model scores, with its interval; `with_counts`: of merges how many differences are shown, and their size."""
     columns = _metrics(result)
     rows = []
     for model in models:
         cells = [_level(model, suite, metric) for suite, metric in columns]
-        own = [one for one in result["comparisons"] if one["model"] == model["name"]]
-        counts = [sum(one["finding"] == word for one in own) for word in ("better", "worse")]
-        cells.append(Cell(f"{counts[0]} better, {counts[1]} worse" if own else "–"))
-        size = model.get("weights_bytes")
-        cells.append(Cell(format_bytes(size) if size is not None else "–"))
+        cells += _counts(result, model) if with_counts else []
         rows.append((Cell(str(model["name"]), _kind(model, winner)), tuple(cells)))
-    names = tuple(suite if metric != _KL else f"{suite}, {words(metric)}" for suite, metric in columns)
-    return Table("models", (*names, "shown differences", "weights"), tuple(rows))
+    names = [suite if metric != _KL else f"{suite}, {words(metric)}" for suite, metric in columns]
+    names += ["shown differences", "weights"] if with_counts else []
+    return Table("models", tuple(names), tuple(rows))
+
+
+def _counts(result: Mapping[str, Any], model: Mapping[str, Any]) -> list[Cell]:
+    own = [one for one in result["comparisons"] if one["model"] == model["name"]]
+    counts = [sum(one["finding"] == word for one in own) for word in ("better", "worse")]
+    size = model.get("weights_bytes")
+    return [
+        Cell(f"{counts[0]} better, {counts[1]} worse" if own else "–"),
+        Cell(format_bytes(size) if size is not None else "–"),
+    ]
 
 
 def _kind(model: Mapping[str, Any], winner: str) -> str:
@@ -129,7 +138,7 @@ def _differences(result: Mapping[str, Any], suite: Mapping[str, Any]) -> Table:
 
 def _difference(one: Mapping[str, Any]) -> Cell:
     unit = _unit(one)
-    told = "" if one["finding"] == "not told apart" else f" {one['finding']}"
+    told = "" if one["finding"] == "not told apart" else f", {one['finding']}"
     below = f"{unit.interval(one['low'], one['high'])}, n {one['n']}{told}"
     return Cell(unit.difference(one["difference"]), below)
 
