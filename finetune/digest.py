@@ -29,6 +29,19 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object from its pairs, for `json.loads(…, object_pairs_hook=each_key_once)`.
+
+    Raises ValueError for a key that is written twice, of which the library would drop one value in silence.
+    """
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{repeated}' is written twice in one object")
+    return made
+
+
 def digest_json(value: Any) -> str:
     """SHA-256 hex of the canonical JSON of `value`."""
     return digest_bytes(canonical_json(value).encode())

@@ -66,8 +66,8 @@ def _lines(found: Lengths) -> Iterator[str]:
         yield f"{found.without_targets} rows have no trained answer at any length"
     if found.with_control_tokens:
         yield (
-            f"{found.with_control_tokens} rows hold BOS, EOS or the end-of-turn token in their text, which ends or begins a "
-            f"turn there: {', '.join(found.first_with_control_tokens)}"
+            f"{found.with_control_tokens} rows hold a control token (BOS, EOS, the end of a turn, …) in their text, which "
+            f"ends or begins a turn there: {', '.join(found.first_with_control_tokens)}"
         )
     if found.failed:
         yield f"{found.failed} rows cannot be rendered; first: {found.reasons[0]}"

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.data.manifest import read_manifest
 from finetune.data.questions import read_questions
 from finetune.data.rows import SIDES, Progress, Row, Side
 from finetune.data.spec import DatasetSpec
@@ -28,7 +29,7 @@ from finetune.data.stages.work import WorkFolder, locked_work
 from finetune.data.stages.write import LEDGER, REJECTS, side_file
 from finetune.digest import digest_bytes, digest_file, digest_json
 from finetune.errors import UserError, did_you_mean
-from finetune.paths import disk_faults, read_json, runs_root
+from finetune.paths import disk_faults, runs_root
 from finetune.recipe.yaml_loader import Loaded, load_typed
 
 __all__ = [
@@ -47,7 +48,9 @@ __all__ = [
 ]
 _IMPORTED = re.compile(rb"from finetune\.data(?:\.([a-z_.]+))? import (?:\(([^)]*)\)|([^\n]*))")
 _READER, _ASSEMBLY = "stages/read.py", "build.py"
-_TELLING = frozenset({"card.py"})  # what it writes beside the rows says nothing that decides one
+_TELLING = frozenset(
+    {"card.py", "manifest.py"}
+)  # what it writes beside the rows says nothing that decides one
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,13 @@ def build_dataset(
 
 
 def open_build(folder: Path) -> DatasetBuild:
-    """A build by its folder. Raises UserError when the folder is none."""
+    """A build by its folder. Raises UserError when the folder is none, or its manifest is damaged."""
     if not (folder / MANIFEST).is_file():
         raise UserError(
             f"{folder} is not a dataset build: it holds no {MANIFEST}",
             fix="make one with: finetune data build SPEC",
         )
-    return DatasetBuild(folder, read_json(folder / MANIFEST))
+    return DatasetBuild(folder, read_manifest(folder / MANIFEST))
 
 
 def _plan(loaded: Loaded[DatasetSpec], spec_folder: Path) -> Plan:
@@ -219,11 +222,17 @@ def code_digest(start: str, package: Path = Path(__file__).parent) -> str:
 
 def complete_build(folder: Path, digest: str) -> DatasetBuild | None:
     """The build in `folder` when it is whole and of this digest; anything else there is set aside by the next build."""
-    if not (folder / MANIFEST).is_file():
+    with disk_faults(folder):  # a name that is too long for the disk is noticed here
+        if not (folder / MANIFEST).is_file():
+            return None
+        files = [folder / side_file(side) for side in SIDES]
+        if not all(path.is_file() for path in files):
+            return None
+    try:
+        found = open_build(folder)
+    except UserError:  # damaged, and made anew
         return None
-    found = open_build(folder)
-    files = [folder / side_file(side) for side in SIDES]
-    return found if found.digest == digest and all(path.is_file() for path in files) else None
+    return found if found.digest == digest else None
 
 
 def _publish(work: WorkFolder, folder: Path) -> None:

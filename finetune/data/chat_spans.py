@@ -16,6 +16,7 @@ from finetune.errors import UserError
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "ProbeAnswer"
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _REWRITES = (
     "training on it would teach from contexts that never occur when the model is used; some templates strip the "
     "reasoning of earlier turns, others write the last turn differently"
@@ -189,6 +190,16 @@ def _require_as_written(turn: Mapping[str, Any], said: str, index: int) -> None:
             why="a part of it, often the reasoning, would be left out of training without a word",
             fix="put reasoning into the key the template reads (reasoning_content), or take a template that keeps it",
         )
+    for key in _REASONING_KEYS:
+        reasoning = turn.get(key)
+        if isinstance(reasoning, str) and reasoning.strip() not in said:
+            raise UserError(
+                f"the chat template leaves out the reasoning under '{key}'",
+                where=f"turn {index}",
+                why="the model would learn to answer without it, and nothing would say so",
+                fix="rename the key to one that the template reads (often reasoning_content), write the reasoning into the "
+                "content, or take it out of the rows",
+            )
     for call in turn.get("tool_calls") or ():
         name = (call.get("function") or call).get("name")
         if isinstance(name, str) and name not in said:
@@ -266,10 +277,16 @@ def _rewritten(index: int, what: str) -> UserError:
     )
 
 
-def holds_control_tokens(turns: Messages, tokenizer: Any, closing: Closing) -> bool:
-    """Whether the text of a turn holds BOS, EOS or the end-of-turn token: the model reads it as the end or the start of a
-    turn, not as text."""
-    control = {closing.end_of_turn, tokenizer.bos_token, tokenizer.eos_token} - {None}
+def control_tokens(tokenizer: Any, closing: Closing) -> frozenset[str]:
+    """BOS, EOS, the end-of-turn token and all others that the tokenizer marks as special, such as headers of turns. Tokens
+    that are merely added, such as those around thoughts and tool calls, may well stand in texts."""
+    marked = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return frozenset({closing.end_of_turn, *tokenizer.all_special_tokens, *marked})
+
+
+def holds_control_tokens(turns: Messages, control: frozenset[str]) -> bool:
+    """Whether the text of a turn holds one of `control`: the model reads it as the end or the start of a turn, not as
+    text."""
     texts = [content for turn in turns if isinstance(content := turn.get("content"), str)]
     return any(token in text for text in texts for token in control)
 

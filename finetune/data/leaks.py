@@ -23,6 +23,7 @@ from finetune.data.stages.sides import SideCodes
 from finetune.data.stages.table import Codes, RowTable
 from finetune.data.stages.write import side_file
 from finetune.data.wording import NO_WORDING, SharedWording
+from finetune.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +156,25 @@ def _leak(table: RowTable, side: SideCodes, kind: str, key: str, first: int, sec
 
 
 def count_ledger(path: Path) -> tuple[dict[str, int], int]:
-    """Reason -> number of rows that the ledger says were dropped, and the number of quarantined rows."""
+    """Reason -> number of rows that the ledger says were dropped, and the number of quarantined rows.
+
+    Raises UserError, naming the line, for what is no entry.
+    """
     dropped: Counter[str] = Counter()
     quarantined = 0
     with path.open("rb") as stream:
-        for line in stream:
-            entry = orjson.loads(line)
-            if entry["kind"] == "quarantined":
+        for number, line in enumerate(stream, start=1):
+            try:
+                entry = orjson.loads(line)
+                kind, reason = entry["kind"], str(entry["reason"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"not an entry of the ledger: {error}",
+                    where=f"{path}:{number}",
+                    fix="delete the folder and build it again",
+                ) from None
+            if kind == "quarantined":
                 quarantined += 1
             else:
-                dropped[entry["reason"]] += 1
+                dropped[reason] += 1
     return dict(sorted(dropped.items())), quarantined

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.chat_spans import closing_of, holds_control_tokens
+from finetune.data.chat_spans import closing_of, control_tokens, holds_control_tokens
 from finetune.data.row_tokens import TokenisedRow, TrainOn, tokenise_with
 from finetune.data.rows import Row
 from finetune.errors import Fault, UserError
@@ -91,18 +91,19 @@ def measure_lengths(
     Raises UserError when no row can be rendered.
     """
     closing = closing_of(tokenizer)
+    control = control_tokens(tokenizer, closing)
     ids: list[str] = []
     spans: list[tuple[int, int, int]] = []  # tokens, first target, last target
     targets = np.zeros(len(limits), np.int64)
     n_targets = failed = 0
     faults: list[Fault] = []
-    control: list[str] = []
+    with_control: list[str] = []
     n_control = 0
     for row in rows:
         on_row()
-        if holds_control_tokens(row.messages, tokenizer, closing):
+        if holds_control_tokens(row.messages, control):
             n_control += 1
-            control += [row.id] if len(control) < _SHOWN else []
+            with_control += [row.id] if len(with_control) < _SHOWN else []
         try:
             done = tokenise_with(row, tokenizer, closing, train_on)
         except UserError as error:
@@ -133,7 +134,7 @@ def measure_lengths(
             (ids[row], int(table[row, 0])) for row in np.argsort(-table[:, 0], kind="stable")[:_SHOWN]
         ),
         with_control_tokens=n_control,
-        first_with_control_tokens=tuple(control),
+        first_with_control_tokens=tuple(with_control),
     )
 
 

@@ -114,7 +114,7 @@ def _ids_of_text(text: str, tokenizer: Any) -> list[int]:
     may bring its own."""
     ids = list(tokenizer(text)["input_ids"])
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
+    while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     if eos is None:
         return ids

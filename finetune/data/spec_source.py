@@ -67,7 +67,7 @@ ROLES = ("user", "assistant", "system", "tool", "developer")
 # Every key that one of the shapes reads; `shapes.RULES` says which shape reads which.
 SHAPE_KEYS = frozenset(
     {
-        *("messages", "conversations", "conversation", "tools", "system", "text"),
+        *("messages", "conversations", "conversation", "tools", "functions", "system", "text"),
         *("instruction", "input", "output", "history", "prompt", "completion", "completions"),
         *("chosen", "rejected", "label", "labels", "input_ids", "attention_mask"),
     }

@@ -7,11 +7,13 @@ puts a run of thirteen equal words into each. So what is shared is found first, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.data.curate.tokens import Texts, fold
+from finetune.errors import UserError
 from finetune.paths import read_json, write_json
 
 _RUN_WORDS = 4
@@ -63,8 +65,10 @@ class SharedWording:
 
     @classmethod
     def read(cls, path: Path) -> SharedWording:
-        """What `write` wrote; none where there is no file."""
-        runs: Iterable[str] = read_json(path) if path.is_file() else ()
+        """What `write` wrote; none where there is no file. Raises UserError for a file that it did not write."""
+        runs: Any = read_json(path) if path.is_file() else []
+        if not (isinstance(runs, list) and all(isinstance(run, str) for run in runs)):
+            raise UserError(f"{path} is no list of runs of words", fix="delete the folder and build it again")
         return cls(frozenset(tuple(run.split(" ")) for run in runs))
 
     def _covered(self, words: list[str]) -> list[bool]:

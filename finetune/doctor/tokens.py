@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from finetune.data.chat_spans import closing_of, is_trained_answer
+from finetune.data.chat_spans import (
+    closing_of,
+    control_tokens,
+    holds_control_tokens,
+    is_trained_answer,
+)
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, generation_stop_ids
 from finetune.doctor.finding import Finding, fault, ok, skipped, warning
@@ -25,6 +30,7 @@ def check_tokens(
     yield check_vocabulary(tokenised, vocabulary)
     yield check_rendering(rows, by_id, tokenizer)
     yield check_spans(rows, by_id, tokenizer)
+    yield check_control_tokens(rows, tokenizer)
 
 
 def check_bos(rows: Sequence[TokenisedRow], tokenizer: Any) -> Finding:
@@ -138,6 +144,23 @@ def check_spans(rows: Sequence[Row], tokenised: Mapping[str, TokenisedRow], toke
             "look at them with `finetune data show`; the template may rewrite answers, or cut them",
         )
     return ok(name, f"{n_answers} answers decode to the text of their rows")
+
+
+def check_control_tokens(rows: Sequence[Row], tokenizer: Any) -> Finding:
+    """Tokens of the template that stand in texts, typed by a user or left by an earlier rendering: they act as control."""
+    name = "control tokens in texts"
+    control = control_tokens(tokenizer, closing_of(tokenizer))
+    holding = [
+        row.id for row in rows if holds_control_tokens((*row.messages, *row.chosen, *row.rejected), control)
+    ]
+    if holding:
+        return warning(
+            name,
+            f"{len(holding)} of {len(rows)} rows hold a control token as text, e.g. {_shown(holding)}: the model reads it as "
+            "the end or the start of a turn",
+            "take it out of the texts, or write it another way; `finetune data lengths` counts all such rows",
+        )
+    return ok(name, f"none in {len(rows)} rows")
 
 
 def _shown(ids: Sequence[str]) -> str:

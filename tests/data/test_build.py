@@ -206,6 +206,26 @@ def test_the_same_prompt_is_on_one_side_and_a_repeated_row_is_counted(tmp_path: 
     assert folders["one"] == folders["other"]
 
 
+def test_a_side_that_stays_empty_is_warned_of(build: Build) -> None:
+    """Few groups, whose hashes miss a side: nothing could be measured, and nothing would say so."""
+    few = build(ROWS[:2], split={"salt": "5"})
+    empty = [side for side in ("validation", "test") if not few.rows(side)]  # type: ignore[arg-type]
+    assert empty
+    [warning] = few.manifest["warnings"]
+    assert all(side in warning for side in empty) and "here 2" in warning
+    assert build(ROWS, split=THREE_WAYS).manifest["warnings"] == []
+    assert build(ROWS[:1], split={"shares": {"train": 1.0}}).manifest["warnings"] == []
+
+
+def test_a_declared_tag_that_no_row_has_is_warned_of_with_the_nearest_key(build: Build) -> None:
+    rows = [dict(row, topic="a") for row in ROWS]
+    [warning] = build(rows, source={"tags": ["topik"]}).manifest["warnings"]
+    assert warning == "no row has 'topik', which source.tags names; did you mean 'topic'?"
+    some = [dict(ROWS[0], topik="x"), *rows[1:]]  # one row has it
+    warnings = build(some, source={"tags": ["topik"]}).manifest["warnings"]
+    assert not any("no row has" in line for line in warnings)
+
+
 @pytest.mark.parametrize("key", ["stratify_by", "unique_by", "unite_by"])
 def test_a_tag_that_is_declared_and_in_no_row_guards_nothing(build: Build, key: str) -> None:
     rows = [dict(row, topic="a") for row in ROWS]

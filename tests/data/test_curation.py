@@ -12,6 +12,8 @@ import pytest
 
 from finetune.data.build import DatasetBuild
 from finetune.data.check import check_build
+from finetune.data.curate.account import account_for_answers
+from finetune.data.curate.flags import flag_rows
 from finetune.data.marks import MarkFile
 from finetune.errors import UserError
 from finetune.paths import read_jsonl
@@ -104,6 +106,39 @@ def test_refusals_and_empty_answers_are_flagged_or_dropped(build: Build) -> None
         "refusal": 1,
         "empty_answer": 1,
     }
+
+
+def test_a_call_of_a_tool_is_no_empty_answer_and_has_no_form_of_a_text(build: Build) -> None:
+    def called(city: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        turns = [{"role": "user", "content": "Will it rain?"}, {"role": "assistant", "tool_calls": [call]}]
+        return {"messages": turns, "tools": [call]}
+
+    made = build([*plain_rows(10), called("Oslo"), called("Bergen")], curate={"empty_answers": "drop"})
+    assert made.manifest["ledger"]["dropped"] == {}
+    assert made.manifest["warnings"] == ["1 questions have different answers, in 2 rows"]
+    assert made.manifest["curation"]["consistency"]["measured_rows"] == 10
+    rows = made.rows("train")
+    flags = flag_rows(rows)
+    assert [flags[place] for place, row in enumerate(rows) if row.tools] == [["contradiction"]] * 2
+    account = account_for_answers(rows)
+    assert (len(account.rows), account.empty, account.warnings) == (10, [], [])
+
+
+def test_calls_of_tools_tell_rows_apart(build: Build) -> None:
+    """Rows that differ in what they call are no near duplicates, however alike their words are."""
+
+    def called(city: str) -> dict[str, Any]:
+        arguments = {"city": city, "days": [{"day": f"{city} {n}", "hours": [n, n + 1]} for n in range(9)]}
+        call = {"function": {"name": "weather", "arguments": arguments}}
+        turns = [
+            {"role": "user", "content": "Will it rain there?"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
+        return {"messages": turns, "id": city}
+
+    made = build([called("Oslo"), called("Bergen")], curate={"near_duplicates": {"threshold": 0.8}})
+    assert made.manifest["ledger"]["dropped"] == {}
 
 
 def test_personal_data_is_masked_before_anything_is_written(build: Build) -> None:

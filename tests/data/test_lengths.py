@@ -88,8 +88,15 @@ def test_rows_with_control_tokens_in_their_text_are_counted(tiny_tokenizer: Any)
         turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
         return Row(name, turns, name, "s")
 
-    rows = [row("plain", "q", "a"), row("ended", "q", "a<|im_end|>"), row("opened", "<|im_start|>", "a")]
-    found = measure_lengths(rows, tiny_tokenizer)
-    assert (found.with_control_tokens, found.first_with_control_tokens) == (2, ("ended", "opened"))
-    assert found.to_dict()["with_control_tokens"] == 2
-    assert any("2 rows hold BOS, EOS" in line and "ended, opened" in line for line in _lines(found))
+    tiny_tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>"]})
+    tiny_tokenizer.add_tokens(["<think>"])  # no control token: it may stand in answers
+    rows = [
+        row("plain", "q", "<think>a"),
+        row("ended", "q", "a<|im_end|>"),
+        row("opened", "<|im_start|>", "a"),
+    ]
+    found = measure_lengths([*rows, row("headed", "<|header|>", "a")], tiny_tokenizer)
+    names = ("ended", "opened", "headed")
+    assert (found.with_control_tokens, found.first_with_control_tokens) == (3, names)
+    assert found.to_dict()["with_control_tokens"] == 3
+    assert any("3 rows hold a control token" in line and "ended, opened" in line for line in _lines(found))

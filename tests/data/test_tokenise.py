@@ -220,6 +220,12 @@ def test_a_text_that_was_rendered_before_keeps_one_bos_and_one_eos(with_template
     assert plain.input_ids == [bos, *tokenizer("seven", add_special_tokens=False)["input_ids"], eos]
     check_account(done)
     check_account(plain)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> <bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    for text in ("seven", "<bos>seven"):
+        again = tokenise_row(Row("r", (), "g", "s", kind="text", text=text), tokenizer)
+        assert again.input_ids == plain.input_ids
 
 
 def test_two_bos_are_refused(with_template: WithTemplate) -> None:
@@ -330,6 +336,19 @@ def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused(tiny_tokenize
     ]
     with pytest.raises(UserError, match="leaves out the tools"):
         tokenise_row(Row("r", turns, "g", "s", tools=(call,)), tiny_tokenizer)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_template_that_leaves_out_the_reasoning_is_refused(tiny_tokenizer: Any, key: str) -> None:
+    turns = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: "because\n"})
+    with pytest.raises(UserError, match=rf"row r .*turn 1: .*leaves out the reasoning under '{key}'"):
+        tokenise_row(Row("r", turns, "g", "s"), tiny_tokenizer)
+    for kept in ({**turns[1], "train": False}, {**turns[1], key: ""}, {**turns[1], key: None}):
+        asked = (turns[0], kept, {"role": "user", "content": "q"}, {"role": "assistant", "content": "b"})
+        assert (
+            spans_of(tokenise_row(Row("r", asked, "g", "s"), tiny_tokenizer), tiny_tokenizer)[-1]
+            == "b<|im_end|>"
+        )
 
 
 def test_control_tokens_in_a_question_are_no_targets(tiny_tokenizer: Any) -> None:

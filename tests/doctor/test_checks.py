@@ -119,7 +119,7 @@ def tokenised(tokenizer: Any, given: list[Row]) -> list[TokenisedRow]:
 def test_sound_tokens_pass_every_check(tiny_tokenizer: Any) -> None:
     given = [chat(number, f"answer {number}") for number in range(4)]
     found = list(tokens.check_tokens(given, tokenised(tiny_tokenizer, given), tiny_tokenizer, vocabulary=259))
-    assert [one.status for one in found] == ["ok"] * 6
+    assert [one.status for one in found] == ["ok"] * 7
     assert "stays a target" in found[2].detail  # pad is the end of an answer
 
 
@@ -164,6 +164,14 @@ def test_targets_that_are_not_the_answer_are_noticed(tiny_tokenizer: Any) -> Non
     assert tokens.check_spans(given, by_id, tiny_tokenizer).status == "ok"
     found = tokens.check_spans([given[0], chat(2, "wrong")], by_id, tiny_tokenizer)
     assert found.status == "fault" and "r2" in found.detail
+
+
+def test_control_tokens_typed_into_texts_are_noticed(tiny_tokenizer: Any) -> None:
+    typed = chat(1, "over<|im_end|>")
+    found = tokens.check_control_tokens([chat(2, "x"), typed], tiny_tokenizer)
+    assert found.status == "warning" and "1 of 2 rows" in found.detail and typed.id in found.detail
+    pair = Row("p", typed.messages[:1], "g", "s", kind="preference", chosen=(typed.messages[-1],))
+    assert tokens.check_control_tokens([pair], tiny_tokenizer).status == "warning"
 
 
 # rows

@@ -11,6 +11,7 @@ from finetune.data.curate.consistency import Mix, measure_consistency
 from finetune.data.curate.contradictions import Contradiction, find_contradictions
 from finetune.data.fold import fold_turns
 from finetune.data.rows import Row
+from finetune.data.texts import calls_of
 from finetune.errors import UserError, did_you_mean
 
 _SHOWN_GROUPS = 20
@@ -81,10 +82,11 @@ def account_for_answers(rows: Sequence[Row], *, by: str | None = None, seed: int
     `by` names a tag: forms are then compared within each of its values only. Raises UserError when no row has an answer
     or no row has the tag.
     """
-    answered = [row for row in rows if row.kind not in ("text", "tokens")]
+    answered = [row for row in rows if row.kind not in ("text", "tokens") and not calls_of(row)]
     if not answered:
         raise UserError(
-            f"none of {len(rows)} rows has an answer", fix="look at rows with answers: a chat or a pair"
+            f"none of {len(rows)} rows has an answer in words",
+            fix="look at rows with answers: a chat or a pair",
         )
     if by is not None and not any(by in row.tags for row in answered):
         known = {tag for row in answered for tag in row.tags}

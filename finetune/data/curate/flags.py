@@ -12,7 +12,7 @@ from finetune.data.curate.near import find_near_duplicates
 from finetune.data.curate.personal import find_in_row
 from finetune.data.fold import fold_text, fold_turns
 from finetune.data.rows import Row
-from finetune.data.texts import whole_text
+from finetune.data.texts import calls_of, whole_text
 
 _FORMS = ("format", "language", "courtesy")
 
@@ -26,17 +26,19 @@ def flag_rows(rows: Sequence[Row]) -> list[list[str]]:
     """
     flags: list[set[str]] = [set() for _ in rows]
     answered = [index for index, row in enumerate(rows) if row.kind not in ("text", "tokens")]
-    answers = [rows[index].answer for index in answered]
+    calls = {index: calls_of(rows[index]) for index in answered}
+    answers = [rows[index].answer + calls[index] for index in answered]
     for index, answer in zip(answered, answers, strict=True):
         if is_refusal(answer):
             flags[index].add("refusal")
-        if is_empty(answer):
+        if is_empty(answer):  # a call of tools is not
             flags[index].add("empty")
     for group in find_contradictions([fold_turns(rows[index].prompt) for index in answered], answers):
         for place in group.rows:
             flags[answered[place]].add("contradiction")
     _flag_repeated(answers, answered, flags)
-    _flag_minorities(answers, answered, flags)
+    in_words = [index for index in answered if not calls[index]]
+    _flag_minorities([rows[index].answer for index in in_words], in_words, flags)
     for one, other, _ in find_near_duplicates([whole_text(row) for row in rows]):
         flags[one].add("near duplicate")
         flags[other].add("near duplicate")

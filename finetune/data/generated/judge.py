@@ -15,7 +15,7 @@ from finetune.data.generated.select import FORMAT
 from finetune.data.spec import DatasetSpec
 from finetune.data.spec_generated import AnswerVerifier, FunctionVerifier, HassilVerifier
 from finetune.data.spec_source import HomeIntentsSource
-from finetune.digest import digest_bytes, digest_json
+from finetune.digest import digest_bytes, digest_json, each_key_once
 from finetune.errors import UserError
 
 
@@ -105,17 +105,11 @@ def hassil_verifier(source: HomeIntentsSource) -> Verifier:
 def _strict_object(text: str) -> dict[str, Any]:
     """A JSON object with each key once and no NaN. Raises ValueError with what it is instead."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key is there twice")
-        return found
-
     def no_constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        found = json.loads(text, object_pairs_hook=each_key_once, parse_constant=no_constant)
     except json.JSONDecodeError:
         raise ValueError("the answer is no JSON") from None
     if not isinstance(found, dict) or not isinstance(found.get("intent"), str):

@@ -45,6 +45,9 @@ _ANSWERS = (
 )
 _CONTEXTS = ("context", "passage", "document", "article")
 _TEXTS = ("content", "body", "document", "article", "passage", "sentence", "raw_content", "markdown", "code")
+# Columns of a short answer about a column 'text': a table of examples for a classifier.
+_LABELS = ("label", "category", "intent", "class", "sentiment", "emotion")
+_LABEL_CHARACTERS = 100
 _CHOSEN = (
     "chosen",
     "response_chosen",
@@ -130,6 +133,8 @@ def guesses(sample: Sample) -> list[Guess]:
     ]
     if not any(_share_with(sample, _needs(guess.shape)) >= _MOST for guess in found):
         found += _renamed(sample, as_json)
+    elif all(guess.shape == "text" for guess in found):
+        found = [*_labelled(sample), *found]
     return found
 
 
@@ -167,6 +172,20 @@ def _renamed(sample: Sample, as_json: Sequence[str]) -> Iterator[Guess]:
     alone = _named(texts, _TEXTS) or (texts[0] if len(names) == len(texts) == 1 else None)
     if alone:
         yield Guess("text", f"'{alone}' holds text", {"text": alone})
+
+
+def _labelled(sample: Sample) -> Iterator[Guess]:
+    """A text and the name of its class, which is an answer to it rather than something to read past."""
+    names = [
+        name
+        for name in _keys(sample)
+        if _holds(sample, name, str)
+        and all(len(str(record.get(name, ""))) <= _LABEL_CHARACTERS for record in sample)
+    ]
+    label = _named(names, _LABELS)
+    if label is not None:
+        why = f"'{label}' is called like the class of 'text'"
+        yield Guess("prompt_completion", why, {"prompt": "text", "completion": label})
 
 
 def _turn_guess(sample: Sample, name: str, beside: dict[str, str]) -> Guess | None:

@@ -14,6 +14,7 @@ from typing import IO
 from finetune.data.read.files import SourceFile
 from finetune.data.read.json_line import parse_object
 from finetune.data.read.record import Record, Reject, RowError, reject
+from finetune.data.read.salvage import Salvage
 from finetune.data.read.sniff import ROW_KEYS
 from finetune.data.read.streams import BREAKS, CHUNK_BYTES, UTF8_BOM, open_plain, read_some, text_stream
 from finetune.errors import UserError
@@ -27,12 +28,14 @@ _NOWHERE = 1 << 30  # no row can begin: between the keys beside the rows
 _CLOSES = {ord("}"): ord("{"), ord("]"): ord("[")}
 _BETWEEN = b" \t\r\n,"
 _NO_JUNK = _BETWEEN + UTF8_BOM
+_NO_JUNK_BEHIND = _NO_JUNK + b"]}"  # what closes the list and the document behind rows that were salvaged
 _QUOTE, _OBJECT, _ARRAY = ord('"'), ord("{"), ord("[")
 
 
 def read_json_document(file: SourceFile) -> Iterator[Record | Reject]:
     """The rows of a document. `byte` is None where the encoding is not UTF-8."""
     scanner = _Scanner()
+    salvage = Salvage()
     exact = file.nature.encoding == "utf-8"
     broken: Exception | None = None
     with open_plain(file.path, file.nature.compression) as stream:
@@ -45,7 +48,7 @@ def read_json_document(file: SourceFile) -> Iterator[Record | Reject]:
                     raise
                 chunk, broken = b"", error
             for line, byte, raw in scanner.feed(chunk):
-                yield _record(file.name, line, byte if exact else None, raw)
+                yield from _records(file.name, line, byte if exact else None, raw, salvage)
             if scanner.other_side:
                 raise UserError(
                     f"{file.name} holds rows under '{scanner.other_side}' beside those that are read",
@@ -56,14 +59,36 @@ def read_json_document(file: SourceFile) -> Iterator[Record | Reject]:
                 break
     why = f"the compressed file breaks off: {broken}" if broken else scanner.unfinished()
     if why:
-        yield reject(file.name, scanner.line, scanner.byte if exact else None, why, scanner.rest())
+        yield from _faulty(
+            file.name, scanner.line, scanner.byte if exact else None, why, scanner.rest(), salvage
+        )
 
 
-def _record(name: str, line: int, byte: int | None, raw: bytes) -> Record | Reject:
+def _records(
+    name: str, line: int, byte: int | None, raw: bytes, salvage: Salvage
+) -> Iterator[Record | Reject]:
     try:
-        return Record(line, byte, raw, parse_object(raw))
+        value = parse_object(raw)
     except RowError as fault:
-        return reject(name, line, byte, fault, raw)
+        yield from _faulty(name, line, byte, fault, raw, salvage)
+    else:
+        salvage.note(value)
+        yield Record(line, byte, raw, value)
+
+
+def _faulty(
+    name: str, line: int, byte: int | None, why: object, raw: bytes, salvage: Salvage
+) -> Iterator[Record | Reject]:
+    """A faulty row, and the rows that it has swallowed."""
+    told = False
+    for offset, piece, is_row in salvage.pieces(raw):
+        place = None if byte is None else byte + offset
+        if is_row:
+            yield from _records(name, line, place, piece, salvage)
+        elif not told or piece.strip(_NO_JUNK_BEHIND):
+            yield reject(name, line, place, why, piece)
+            told = True
+        line += piece.count(b"\n")
 
 
 def _chunks(stream: IO[bytes], encoding: str) -> Iterator[bytes]:

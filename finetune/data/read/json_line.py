@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from finetune.data.read.record import RowError
+from finetune.digest import each_key_once
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")  # the longest of 64 bits have 19 or 20 digits
@@ -65,9 +66,7 @@ def _holds_long_integer(raw: bytes) -> bool:
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise RowError(f"the key '{repeated}' is written twice in one object")
-    return made
+    try:
+        return each_key_once(pairs)
+    except ValueError as error:
+        raise RowError(str(error)) from None

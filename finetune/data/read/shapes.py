@@ -10,9 +10,12 @@ from finetune.data.read.pairs import preference_fields
 from finetune.data.read.record import RowError
 from finetune.data.read.turns import (
     INSTRUCTING,
+    MEDIA,
     TurnKeys,
     described,
     from_json_text,
+    functions_of,
+    refuse_media,
     require_answer,
     text_or_turns,
     tools_of,
@@ -66,6 +69,7 @@ def shape_of(given: Given) -> Shape:
 def shape_fields(given: Given, shape: Shape, keys: TurnKeys) -> Fields:
     """The fields of Row that a record has in the given shape. Raises RowError with what is missing or wrong."""
     rule = RULES[shape]
+    refuse_media(given, "the row")
     for key in rule.needs:
         if key not in given:
             if shape == "sharegpt" and "conversation" in given:
@@ -233,8 +237,8 @@ def _chat(given: Given, turns: list[Turn]) -> Fields:
             turns.insert(0, {"role": "system", "content": system})
         elif turns[0].get("content") != system:
             raise RowError("the row has a 'system' text and begins with another system turn")
-    tools = given.get("tools")
-    return {"messages": turns} if tools is None else {"messages": turns, "tools": tools_of(tools)}
+    tools = tools_of(given.get("tools")) or functions_of(given.get("functions"))
+    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
 def _text(given: Given, key: str) -> str:
@@ -262,9 +266,9 @@ def _integers(value: Any, key: str) -> list[int]:
     return listed
 
 
-_BESIDE = frozenset({"tools", "system"})
+_BESIDE = frozenset({"tools", "functions", "system"})
 # Keys that, beside messages, make a record more or something else than a plain conversation.
-_BESIDE_MESSAGES = _BESIDE | {"input_ids", "chosen", "rejected", "completions"}
+_BESIDE_MESSAGES = _BESIDE | {"input_ids", "chosen", "rejected", "completions", *MEDIA}
 _PROMPT = ("prompt", "completion")
 RULES: dict[Shape, ShapeRule] = {
     "messages": ShapeRule(("messages",), _BESIDE | {"messages"}, _messages),

@@ -61,6 +61,12 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
     codecs.BOM_UTF8: "utf-8",
 }
+_ZEROS_AT_START: dict[tuple[bool, ...], str] = {
+    (False, True, True, True): "utf-32-le",
+    (True, True, True, False): "utf-32-be",
+    (False, True, False, True): "utf-16-le",
+    (True, False, True, False): "utf-16-be",
+}
 _DELIMITERS = ",;\t|"
 # Keys under which documents keep their rows; any other object at the top is itself a row.
 ROW_KEYS = frozenset({"data", "rows", "examples", "items", "records", "instances", "samples", "train"})
@@ -154,7 +160,7 @@ def _encoding(path: Path, head: bytes, stated: str) -> str:
         if head.startswith(mark):
             return name
     if stated == "auto":
-        return _by_zeros(head) or "utf-8"
+        return _by_first_bytes(head) or _by_zeros(head) or "utf-8"
     try:
         name = codecs.lookup(stated).name
         b"a".decode(
@@ -179,8 +185,21 @@ def _encoding(path: Path, head: bytes, stated: str) -> str:
             f"source.encoding is '{stated}', which is no encoding", fix=did_you_mean(stated, known)
         ) from None
     if name in ("utf-16", "utf-32"):
-        return _by_zeros(head) or f"{name}-le"
+        return _by_first_bytes(head) or _by_zeros(head) or f"{name}-le"
     return "utf-8" if name == "utf-8-sig" else name
+
+
+def _by_first_bytes(head: bytes) -> str | None:
+    """UTF-16 or UTF-32 without byte order mark, told as in RFC 4627, section 3: the first two characters are ASCII, so the
+    zeros among the first four bytes show the width and the order; the rest may be in any script."""
+    name = _ZEROS_AT_START.get(tuple(byte == 0 for byte in head[:4]))
+    if name is None:
+        return None
+    try:
+        codecs.getincrementaldecoder(name)().decode(head)
+    except UnicodeDecodeError:
+        return None
+    return name
 
 
 def _by_zeros(head: bytes) -> str | None:

@@ -35,6 +35,8 @@ SHAREGPT_ROLES = {
     "tool_response": "tool",
 }
 CALLS = ("function_call", "tool_call")  # a ShareGPT turn whose text is a call, in JSON
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_EARLIER_ROLES = {"function": "tool"}  # what answers a `function_call`, the earlier spelling of `tool_calls`
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,33 @@ def require_answer(turns: list[Turn]) -> None:
 
 def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
     """The tool definitions of a row, exactly as given or from a JSON text of them; empty when it has none."""
+    return tuple(_objects(value, "tools"))
+
+
+def functions_of(value: Any) -> tuple[dict[str, Any], ...]:
+    """The same where they are written as `functions`, without the object around each."""
+    return tuple({"type": "function", "function": function} for function in _objects(value, "functions"))
+
+
+def refuse_media(given: Mapping[str, Any], where: str) -> None:
+    """Raise RowError for images, sounds and films beside the text: without them the text asks about nothing."""
+    for key in MEDIA:
+        if given.get(key):
+            raise RowError(
+                f"{where} holds '{key}', which a language model cannot see; to learn from its text alone, leave the key "
+                "out, or name the others in source.columns"
+            )
+
+
+def _objects(value: Any, key: str) -> list[dict[str, Any]]:
+    """A list of objects, or a JSON text of one; empty for nothing."""
     if value is None or value == "":
-        return ()
+        return []
     if isinstance(value, str):
-        value = from_json_text(value, "tools", "a list of objects")
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError("'tools' is not a list of objects")
-    return tuple(value)
+        value = from_json_text(value, key, "a list of objects")
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise RowError(f"'{key}' is not a list of objects")
+    return value
 
 
 def from_json_text(text: str, key: str, wanted: str) -> Any:
@@ -140,7 +162,9 @@ def _turn(turn: Any, where: str, keys: TurnKeys) -> Turn:
     content_key = keys.content or ("value" if "content" not in turn and "value" in turn else "content")
     role = _role(turn.get(role_key), where, keys, sharegpt=keys.sharegpt or role_key == "from")
     kept = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
-    _check_kept(kept, where)
+    refuse_media(kept, where)
+    _read_calls(kept, where)
+    _check_weight(kept, where)
     if role in CALLS:
         return {"role": "assistant", **kept, "tool_calls": _call(turn.get(content_key), where)}
     content = _content(turn.get(content_key), role, kept, where)
@@ -152,6 +176,7 @@ def _role(given: Any, where: str, keys: TurnKeys, *, sharegpt: bool) -> str:
         role = keys.roles.get(given) or given.strip().casefold()
         if sharegpt:
             role = SHAREGPT_ROLES.get(role, role)
+        role = _EARLIER_ROLES.get(role, role)
         if role in ROLES or (sharegpt and role in CALLS):
             return role
     raise RowError(
@@ -159,7 +184,21 @@ def _role(given: Any, where: str, keys: TurnKeys, *, sharegpt: bool) -> str:
     )
 
 
-def _check_kept(kept: Turn, where: str) -> None:
+def _read_calls(kept: Turn, where: str) -> None:
+    """Tool calls as a list of objects, which is what templates read, where they are a JSON text or spelt as they once were."""
+    if kept.get("function_call") and not kept.get("tool_calls"):
+        kept["tool_calls"] = _call(kept.pop("function_call"), where)
+    calls = kept.get("tool_calls")
+    if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+        return  # as given
+    if calls is not None:
+        try:
+            kept["tool_calls"] = _objects(calls, "tool_calls")
+        except RowError as fault:
+            raise RowError(f"{where}: {fault}") from None
+
+
+def _check_weight(kept: Turn, where: str) -> None:
     weight = kept.get("weight")
     if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= MOST_WEIGHT):
         raise RowError(
@@ -167,9 +206,6 @@ def _check_kept(kept: Turn, where: str) -> None:
         )
     if kept.get("train") is not None and not isinstance(kept["train"], bool):
         raise RowError(f"{where}: 'train' is {kept['train']!r}; a turn is trained (true) or not (false)")
-    calls = kept.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise RowError(f"{where}: 'tool_calls' is not a list of objects")
 
 
 def _content(content: Any, role: str, kept: Turn, where: str) -> str | None:

@@ -121,7 +121,12 @@ def make_build(
         "repeated": sum(map(len, chosen.values())) - len(verdicts.kept),
         "ledger": ledger,
         "leaks": _leak_counts(leaks, spec.split),
-        "warnings": warnings_of(curation) + _loss_warnings(ledger, splits),
+        "warnings": [
+            *warnings_of(curation),
+            *_loss_warnings(ledger, splits),
+            *_empty_sides(spec.split, splits, int((group_sides >= 0).sum())),
+            *_absent_tags(plan, table, parts),
+        ],
         "curation": curation,
         "files": files | ledger_files,
     }
@@ -308,6 +313,30 @@ def _loss_warnings(ledger: Mapping[str, Any], splits: Mapping[str, Any]) -> list
     return [
         f"{n_lost} rows were dropped because something of them is on another side ({', '.join(lost)}); rows that belong "
         "together are best kept together by source.group_by, or by split.unite_by for a tag"
+    ]
+
+
+def _empty_sides(split: SplitSection, splits: Mapping[str, Any], n_groups: int) -> list[str]:
+    """Sides that were to have a share of the rows and have none, as happens where groups are few."""
+    empty = [side for side in SIDES if split.shares.get(side) and not splits[side]["rows"]]
+    if not empty:
+        return []
+    told = " and ".join(f"{side} ({split.shares[side]:.0%})" for side in empty)
+    return [
+        f"no row is on the side of {told}: with few groups, here {n_groups}, their hashes can miss a side. "
+        "split.stratify_by deals groups by exact shares; else give the data more groups, or the side a larger share"
+    ]
+
+
+def _absent_tags(plan: Plan, table: RowTable, parts: Sequence[ReadPart]) -> list[str]:
+    """Tags that the spec names and no row has; a key of the spec that needs one has been refused already."""
+    passed_over = {key for part in parts for key in part.counts["ignored_keys"]}
+    declared = {tag for source in plan.spec.sources if isinstance(source, RowsSource) for tag in source.tags}
+    return [
+        f"no row has '{tag}', which source.tags names"
+        + (f"; {did_you_mean(tag, passed_over)}" if passed_over else "")
+        for tag in sorted(declared)
+        if not len(table.tag(tag))
     ]
 
 

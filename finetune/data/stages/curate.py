@@ -24,7 +24,7 @@ from finetune.data.stages.filter_rows import FLAGS, filter_digest
 from finetune.data.stages.settle import DUPLICATE, Verdicts
 from finetune.data.stages.table import Ints, RowTable
 from finetune.data.stages.work import WorkFolder
-from finetune.data.texts import whole_text
+from finetune.data.texts import calls_of, whole_text
 
 NEAR, SEMANTIC, CONTRADICTION = "near_duplicate", "semantic_duplicate", "contradiction"
 _SHOWN_GROUPS, _SHOWN_ROWS, _SHOWN_CHARACTERS = 5, 5, 200
@@ -196,7 +196,9 @@ def _describe_answers(table: RowTable, section: CurateSection, rows: Ints) -> di
 
     rows = rows[table.answer.codes[rows] >= 0]
     rows = table.sample(rows, section.sample_rows)
-    answers = [table.row(row).answer for row in rows.tolist()]
+    held = {row: one for row in rows.tolist() if not calls_of(one := table.row(row))}
+    rows = np.array(list(held), np.int64)
+    answers = [one.answer for one in held.values()]
     within = None
     if section.consistent_within is not None:
         values = table.tag(section.consistent_within)

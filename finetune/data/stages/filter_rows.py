@@ -16,6 +16,7 @@ from finetune.data.curate.verifiers import FAILED, RowDict, Verdict, load_verifi
 from finetune.data.marks import MarkFile, apply_mark
 from finetune.data.rows import Row
 from finetune.data.spec_curate import CurateSection, VerifierSection
+from finetune.data.texts import calls_of
 from finetune.digest import digest_file
 from finetune.errors import UserError
 
@@ -78,7 +79,7 @@ class RowFilter:
         flags = 0
         if row.kind not in _WITHOUT_ANSWER:
             answer = row.answer
-            flags |= EMPTY if section.empty_answers != "off" and is_empty(answer) else 0
+            flags |= EMPTY if section.empty_answers != "off" and is_empty(answer) and not calls_of(row) else 0
             flags |= REFUSAL if section.refusals != "off" and is_refusal(answer) else 0
         if flags & EMPTY and section.empty_answers == "drop":
             return Left(row, "empty_answer")

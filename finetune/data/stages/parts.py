@@ -22,7 +22,8 @@ import orjson
 import pyarrow as pa
 
 from finetune.data.fold import fold_text, fold_turns
-from finetune.data.rows import Row
+from finetune.data.rows import KINDS, Row
+from finetune.data.texts import calls_of
 from finetune.digest import canonical_json
 from finetune.errors import UserError
 from finetune.paths import disk_faults, read_json
@@ -80,9 +81,25 @@ def iter_stored(path: Path) -> Iterator[tuple[bytes, Row]]:
         for number, line in enumerate(stream, start=1):
             try:
                 row = Row.from_dict(parse_line(line))
+                _require_sound(row)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"not a row: {error}", where=f"{path}:{number}", fix=again) from None
             yield line, row
+
+
+def _require_sound(row: Row) -> None:
+    """Raise ValueError for a row that no build has written: the rest of the package relies on its types."""
+    if not all(isinstance(text, str) for text in (row.id, row.group, row.source, row.text)):
+        raise ValueError("id, group, source and text are texts")
+    turns = (*row.messages, *row.chosen, *row.rejected)
+    if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
+        raise ValueError("a turn is no object with a role")
+    if row.kind not in KINDS:
+        raise ValueError(f"there is no kind '{row.kind}'")
+    if row.kind in ("chat", "kto") and not any(turn["role"] == "assistant" for turn in row.messages):
+        raise ValueError("it has no assistant turn")
+    if not all(isinstance(step, dict) and isinstance(step.get("text"), str) for step in row.steps):
+        raise ValueError("a step is no object with a text")
 
 
 def prompt_hash(row: Row) -> bytes:
@@ -91,10 +108,10 @@ def prompt_hash(row: Row) -> bytes:
 
 
 def answer_hash(row: Row) -> bytes | None:
-    """The same of the answer; None for running text."""
+    """The same of the answer, and of the calls of tools in it; None for running text."""
     if row.kind in ("text", "tokens"):
         return None
-    return _hash(fold_text(row.answer))
+    return _hash(fold_text(row.answer) + calls_of(row))
 
 
 def _hash(text: str) -> bytes:

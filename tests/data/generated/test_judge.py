@@ -44,7 +44,7 @@ def row(said: str, answer: str) -> dict[str, Any]:
         ('{"intent":"HassTurnOn","area":"kitchen","domain":"light","color":"red"}', "other slots"),
         ("I turned it on.", "format: the answer is no JSON"),
         ('["HassTurnOn"]', "format: the answer is no object with an intent"),
-        ('{"intent":"HassTurnOn","intent":"HassTurnOn"}', "format: a key is there twice"),
+        ('{"intent":"HassTurnOn","intent":"HassTurnOn"}', "format: the key 'intent' is written twice"),
         ('{"intent":"HassTurnOn","area":NaN}', "format: NaN is no JSON"),
         ('{"intent":"HassTurnOn"', "format: the answer is no JSON"),
     ],

@@ -108,6 +108,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"shape": "messages", "roles": {"gpt": "assistant", "human": "user"}},
     ),
     "text of another name": ({"content": "words", "n": 4}, {"shape": "text", "columns": {"text": "content"}}),
+    "a text and its class": (
+        {"text": "Where is my card?", "category": "card_arrival", "url": "u"},
+        {"shape": "prompt_completion", "columns": {"prompt": "text", "completion": "category"}},
+    ),
+    "a number is no answer": ({"text": "words", "label": 3}, {"shape": "text"}),
+    "a long text is no class": ({"text": "words", "label": "w" * 101}, {"shape": "text"}),
     "the only column": ({"sentence_de": "Worte"}, {"shape": "text", "columns": {"text": "sentence_de"}}),
 }
 

@@ -15,8 +15,8 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": '{"city": "O
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def user(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
 
 
 def assistant(text: str, **more: Any) -> dict[str, Any]:
@@ -349,7 +349,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"conversations": [{"from": "function_call", "value": "{}"}]}, "no object with 'name'"),
     ({"messages": [SYSTEM, user("q"), assistant("a")], "system": "t"}, "begins with another system turn"),
     ({"messages": [user("q"), assistant("a")], "system": 7}, "'system' is a number"),
-    ({"messages": [user("q"), assistant("a", tool_calls="f()")]}, "'tool_calls' is not a list"),
+    (
+        {"messages": [user("q"), assistant("a", tool_calls="f()")]},
+        r"messages\[1\]: 'tool_calls' is text, not",
+    ),
+    ({"messages": [user("q"), assistant("a", tool_calls=[3])]}, r"messages\[1\]: 'tool_calls' is not a list"),
+    ({"messages": [user("q"), assistant("a", function_call={"n": 1})]}, "no object with 'name'"),
+    ({"messages": [user("q"), assistant("a")], "functions": {"name": "f"}}, "'functions' is not a list"),
+    (
+        {"messages": [user("q"), assistant("a")], "images": ["a.png"]},
+        "the row holds 'images'.*source.columns",
+    ),
+    ({"messages": [user("q", images=["a.png"]), assistant("a")]}, r"messages\[0\] holds 'images'"),
+    ({"conversations": [{"from": "gpt", "value": "a"}], "image": "a.png"}, "the row holds 'image'"),
+    ({"prompt": "q", "completion": "a", "audio": {"path": "a.wav"}}, "the row holds 'audio'"),
+    ({"text": "t", "videos": ["a.mp4"]}, "the row holds 'videos'"),
+    ({"messages": [user([{"type": "image"}]), assistant("a")]}, "a content part is 'image', not text"),
     ({"messages": [user("q"), assistant("a", train="no")]}, "'train' is 'no'"),
     ({"messages": [user("q"), assistant("a", weight=-0.5)]}, "'weight' is -0.5; a turn weighs from 0"),
     ({"messages": [user("q"), assistant("a", weight=101)]}, "'weight' is 101; .* to 100"),
@@ -393,6 +408,31 @@ def test_who_speaks_in_any_case_and_by_the_usual_names(read: Callable[..., Any])
     calls = [{"from": "Human", "value": "q"}, {"from": "Function_Call", "value": '{"name": "f"}'}]
     [row] = read([{"conversations": calls}]).rows
     assert row.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_calls_in_their_earlier_spelling_or_as_json_text_are_those_that_templates_read(
+    read: Callable[..., Any],
+) -> None:
+    function = {"name": "f", "arguments": '{"city": "Oslo"}'}
+    said = {"role": "tool", "content": "5", "name": "f"}
+    now = [user("q"), {"role": "assistant", "tool_calls": CALL}, said, assistant("five")]
+    turns: dict[str, list[dict[str, Any]]] = {
+        "function_call": [{"role": "assistant", "content": None, "function_call": function}, {**said, "role": "function"}],
+        "json text": [{"role": "assistant", "content": None, "tool_calls": json.dumps(CALL)}, said],
+    }  # fmt: skip
+    for spelling in turns.values():
+        [row] = read(
+            [{"messages": [user("q"), *spelling, assistant("five")], "functions": [{"name": "f"}]}]
+        ).rows
+        assert (row.messages, row.tools) == (tuple(now), tuple(TOOLS))
+
+
+def test_images_that_are_no_images_or_are_left_out_by_name_refuse_nothing(read: Callable[..., Any]) -> None:
+    chat = {"messages": [user("q"), assistant("a")]}
+    plain = read([chat]).rows[0].id
+    assert [row.id for row in read([{**chat, "images": []}, {**chat, "image": None}]).rows] == [plain] * 2
+    named = {"messages": "messages"}
+    assert [row.id for row in read([{**chat, "images": ["a.png"]}], columns=named).rows] == [plain]
 
 
 def test_a_stated_shape_makes_rows_of_another_shape_rejects(read: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from finetune.data.spec_source import FilesSource
 from finetune.errors import UserError
 
 ROW = b'{"prompt": "p", "completion": "c"}\n'
+MOSTLY_CHINESE = '{"a": "' + "你好" * 99 + '"}\n'
 Sniff = Callable[..., Nature]
 
 
@@ -71,6 +72,11 @@ def test_the_format_of_text(nature: Sniff, name: str, content: bytes, expected: 
         ("ä".encode("utf-32"), "utf-32-le"),
         ('{"a": "ä"}'.encode("utf-16-le"), "utf-16-le"),
         ('{"a": "ä"}'.encode("utf-16-be"), "utf-16-be"),
+        (MOSTLY_CHINESE.encode("utf-16-le"), "utf-16-le"),
+        (MOSTLY_CHINESE.encode("utf-16-be"), "utf-16-be"),
+        (MOSTLY_CHINESE.encode("utf-32-le"), "utf-32-le"),
+        (MOSTLY_CHINESE.encode("utf-32-be"), "utf-32-be"),
+        (b"a\0b\0\0\xd8\0\xd8", "cp1252"),  # no UTF-16: two halves of surrogate pairs
         (b"prompt,completion\n", "utf-8"),
         ("größe".encode(), "utf-8"),
         ("größe".encode("cp1252"), "cp1252"),
