@@ -20,6 +20,7 @@ from finetune.model.adapter_kinds import DOUBLED_STARTS, Attachment, peft_config
 from finetune.model.adapter_starts import lora_layers, start_adapter
 from finetune.model.adapter_targets import check_adapter
 from finetune.model.held_start import HeldHalves
+from finetune.model.memory import no_holes
 from finetune.model.quantization import codes_of
 from finetune.model.reward import SCORE_HEAD, is_reward_model
 from finetune.model.source import ModelSource
@@ -62,7 +63,7 @@ def attach_adapter(
     config = peft_config(Attachment(model, section, seed, token_rows))
     if is_reward_model(model):
         config.task_type = "SEQ_CLS"
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_holes():
         wrapped = get_peft_model(model, config)
     start_adapter(wrapped, section, seed=seed, source=source, batches=batches)
     if hasattr(wrapped.peft_config["default"], "init_lora_weights"):

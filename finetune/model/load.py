@@ -13,6 +13,7 @@ from torch import nn
 
 from finetune.errors import UserError
 from finetune.model.attention import register_document_attention
+from finetune.model.memory import leave_weight_files, no_holes
 from finetune.model.quantization import (
     check_row_lengths,
     disable_cpu_repacking,
@@ -135,7 +136,10 @@ def load_model(
     if bnb is not None:
         bnb.llm_int8_skip_modules = None if score_seed is None else [SCORE_HEAD]
         options["quantization_config"] = bnb
-    model = _read_weights(source, options, score_seed)
+    with no_holes():
+        model = _read_weights(source, options, score_seed)
+        if bnb is not None:
+            leave_weight_files(model)
     disable_cpu_repacking(model)
     keep_int8_scales(model)
     return model.eval()

@@ -1,16 +1,63 @@
-"""Giving memory back to the operating system between two large models."""
+"""Giving memory back to the operating system: between two large models, and while weights come and go as one is made."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Of glibc's mallopt(3). Blocks from the threshold on are mapped one by one, and unmapped when they are freed.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SMALL_BLOCK = 128 * 1024
+_LARGEST_HEAP_BLOCK = (
+    32 * 1024 * 1024
+)  # where glibc's own, moving threshold ends as soon as a tensor of that size is freed
 
 
 def release_memory() -> None:
     """Collect reference cycles and return freed heap pages; without it glibc keeps what the last model used."""
     gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = _from_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def no_holes() -> Iterator[None]:
+    """While a model is made: weights in passing leave no holes in the heap, which small tensors that stay would keep open.
+
+    Quantizing a model, and the norms that DoRA starts from, left 400 to 700 MB of such holes in a process with a model of
+    135 million parameters. Training afterwards allocates as always, for mapping every block would cost it time.
+    """
+    mallopt = _from_libc("mallopt")
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _SMALL_BLOCK)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_HEAP_BLOCK)
+
+
+def leave_weight_files(model: nn.Module) -> None:
+    """Copy what a quantized model on a CPU still reads from mapped files: embedding, head and norms.
+
+    One such view keeps every page of its file in this process, those of the matrices too that were quantized from it. Tied
+    tensors stay tied, for they are one parameter.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+
+
+def _from_libc(name: str) -> Any:
+    """A function of glibc; None on other systems and with other C libraries."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

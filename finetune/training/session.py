@@ -19,6 +19,7 @@ from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.model.adapter_files import save_adapter
 from finetune.model.load import DTYPES
+from finetune.model.memory import release_memory
 from finetune.model.source import ModelSource
 from finetune.paths import disk_faults, write_json
 from finetune.recipe.schema import Recipe
@@ -112,6 +113,7 @@ class Session:
         checkpoint = self._resume(telemetry)
         if best is not None:
             best.continue_from(checkpoint_step(checkpoint) if checkpoint else 0)
+        release_memory()  # what loading, adapters and the trial save have freed
         started = time.monotonic()
         if best is not None and best.exhausted and checkpoint is not None:
             self.say(

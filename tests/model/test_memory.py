@@ -1,0 +1,65 @@
+"""What is freed while a model is made goes back to the system, and no weight file stays mapped behind a quantized model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.model.load import load_model
+from finetune.model.memory import leave_weight_files
+from finetune.model.source import resolve_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap and /proc")
+
+# Blocks that come and go, each followed by a larger one that stays: growth of the resident set over what stays.
+GROW = """
+import contextlib, psutil
+from finetune.model.memory import no_holes
+block = b"x" * 30_000_000
+del block  # from here on glibc keeps blocks of up to this size
+before, kept = psutil.Process().memory_info().rss, []
+with no_holes() if {held} else contextlib.nullcontext():
+    for number in range(60):
+        size = 500_000 + 20_000 * number
+        passing = bytes([number]) * size
+        kept.append(bytes([number]) * (size + 10_000))
+        del passing
+print((psutil.Process().memory_info().rss - before) / sum(map(len, kept)))
+"""
+
+
+def growth(*, held: bool) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", GROW.format(held=held)],
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+def test_blocks_in_passing_leave_no_holes_behind_what_stays() -> None:
+    if growth(held=False) < 1.5:
+        pytest.skip("this C library leaves no holes")
+    assert growth(held=True) < 1.1
+
+
+def mapped(folder: Path) -> bool:
+    return any(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_quantized_model_leaves_its_file_and_keeps_its_tied_head(tiny_model_folder: Path) -> None:
+    model = load_model(resolve_model(str(tiny_model_folder)), quantize="nf4")
+    assert not mapped(tiny_model_folder)
+    plain = load_model(resolve_model(str(tiny_model_folder)))
+    embedding = plain.get_input_embeddings().weight
+    tied = embedding is plain.get_output_embeddings().weight
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    leave_weight_files(plain)
+    assert not mapped(tiny_model_folder)
+    assert (plain.get_input_embeddings().weight is plain.get_output_embeddings().weight) == tied
+    after: dict[str, Any] = plain.state_dict()
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    assert model.get_input_embeddings().weight.equal(embedding)
