@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from finetune.cli.output import JsonFlag, emit
 from finetune.errors import ExitCode
-
-if TYPE_CHECKING:
-    from finetune.plan.memory import Forecast
-    from finetune.recipe.schema import Recipe
+from finetune.plan.sharding import Offload, Sharding
 
 _RECIPE_COMMAND = "recipe"
 
@@ -47,12 +44,10 @@ DeviceOption = Annotated[
     ),
 ]
 ShardingOption = Annotated[
-    Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"] | None,
+    Sharding | None,
     typer.Option(help="How several devices share the model; default ddp."),
 ]
-OffloadOption = Annotated[
-    Literal["none", "optimizer", "all"], typer.Option(help="What is held in the host's memory.")
-]
+OffloadOption = Annotated[Offload, typer.Option(help="What is held in the host's memory.")]
 LongestOption = Annotated[
     int | None, typer.Option(min=1, help="Longest pack or row in the data; default: the recipe's limit.")
 ]
@@ -60,6 +55,13 @@ TokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens of one epo
 RateOption = Annotated[
     float | None, typer.Option(help="Measured tokens a second of one device; default: by --device.")
 ]
+ProbeOption = Annotated[
+    bool,
+    typer.Option(
+        "--probe", help="Train a few steps here, for the rate and the tokens of the whole training."
+    ),
+]
+ProbeStepsOption = Annotated[int, typer.Option(min=2, help="Steps of --probe; the first one warms up.")]
 PriceOption = Annotated[float | None, typer.Option(min=0.0, help="Price of one device for an hour.")]
 
 
@@ -77,49 +79,31 @@ def plan_recipe(
     train_tokens: TokensOption = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Train rows; counts steps without packing.")] = None,
     tokens_per_second: RateOption = None,
+    probe: ProbeOption = False,
+    probe_steps: ProbeStepsOption = 3,
     price_per_hour: PriceOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
-    from finetune.cli.plan_page import Plan, config_of_recipe, find_target, plan_time
+    from finetune.cli.plan_page import Forecasts, Plan, config_of_recipe, find_target, plan_time, run_probe
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
-    from finetune.plan.memory import forecast_generation, forecast_training
     from finetune.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     config = config_of_recipe(loaded)
     target = find_target(device, memory)
 
-    def training(candidate: Recipe) -> Forecast:
-        settings = candidate.train
-        limit = settings.pack_tokens if settings.packing else candidate.data.max_tokens
-        return forecast_training(
-            candidate,
-            config,
-            longest_pack_tokens=min(longest_pack or limit, limit),
-            device=target.kind,
-            world_size=devices,
-            sharding=sharding or ("ddp" if devices > 1 else "none"),
-            offload=offload,
-        )
-
-    def evaluation(candidate: Recipe) -> Forecast:
-        section, prompt_tokens = candidate.eval, candidate.data.max_tokens
-        return forecast_generation(
-            config, section.batch_size, prompt_tokens, new_tokens, section.dtype, device=target.kind
-        )
-
-    def worst(candidate: Recipe) -> Forecast:
-        return max(training(candidate), evaluation(candidate), key=lambda forecast: forecast.total_bytes)
-
-    fit = fits(worst(loaded), target.memory_bytes, loaded, worst) if target.memory_bytes else None
-    planned = training(loaded)
-    time = plan_time(loaded, config, target, planned, train_tokens, rows, tokens_per_second, devices)
+    forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, new_tokens)
+    worst = forecasts.worst(loaded)
+    fit = fits(worst, target.memory_bytes, loaded, forecasts.worst) if target.memory_bytes else None
+    planned = forecasts.training(loaded)
+    probed = run_probe(recipe, overrides or (), target, probe_steps) if probe else None
+    time = plan_time(loaded, config, target, planned, train_tokens, rows, tokens_per_second, devices, probed)
     cost = None
     if time is not None and price_per_hour is not None:
         cost = training_cost(time.seconds, price_per_hour, n_devices=devices)
-    plan = Plan(loaded, target, planned, evaluation(loaded), fit, time, cost)
+    plan = Plan(loaded, target, planned, forecasts.evaluation(loaded), fit, time, cost, probed)
     emit(plan.to_dict(), plan.to_text(), as_json=as_json)
     if fit is not None and not fit.fits:
         raise typer.Exit(int(ExitCode.WILL_NOT_FIT))

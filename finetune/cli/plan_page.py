@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +12,11 @@ from finetune.plan.time import DeviceSpec
 from finetune.units import format_bytes, format_count, format_duration, parse_bytes
 
 if TYPE_CHECKING:
+    from finetune.pipeline.probe import Probe
     from finetune.plan.cost import BreakEven
     from finetune.plan.fits import Fit, Suggestion
     from finetune.plan.memory import Forecast
+    from finetune.plan.sharding import Offload, Sharding
     from finetune.plan.time import TrainingTime
     from finetune.recipe.schema import Recipe
 
@@ -103,6 +106,48 @@ def find_target(device: str | None, memory: str | None) -> Target:
     return Target("cuda", spec.name, memory_bytes or spec.memory_bytes, spec)
 
 
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """The memory forecasts of a recipe and its variants on one target. `longest_pack` None: the recipe's limit."""
+
+    config: dict[str, Any]
+    target: Target
+    n_devices: int
+    sharding: Sharding | None
+    offload: Offload
+    longest_pack: int | None
+    new_tokens: int
+
+    def training(self, recipe: Recipe) -> Forecast:
+        from finetune.plan.memory import forecast_training
+
+        limit = recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
+        return forecast_training(
+            recipe,
+            self.config,
+            longest_pack_tokens=min(self.longest_pack or limit, limit),
+            device=self.target.kind,
+            world_size=self.n_devices,
+            sharding=self.sharding or ("ddp" if self.n_devices > 1 else "none"),
+            offload=self.offload,
+        )
+
+    def evaluation(self, recipe: Recipe) -> Forecast:
+        from finetune.plan.memory import forecast_generation
+
+        return forecast_generation(
+            self.config,
+            recipe.eval.batch_size,
+            recipe.data.max_tokens,
+            self.new_tokens,
+            recipe.eval.dtype,
+            device=self.target.kind,
+        )
+
+    def worst(self, recipe: Recipe) -> Forecast:
+        return max(self.training(recipe), self.evaluation(recipe), key=lambda forecast: forecast.total_bytes)
+
+
 def plan_time(
     recipe: Recipe,
     config: dict[str, Any],
@@ -112,11 +157,14 @@ def plan_time(
     n_rows: int | None,
     tokens_per_second: float | None,
     n_devices: int,
+    probe: Probe | None = None,
 ) -> TrainingTime | None:
-    """Length of the training, when the tokens are given and a rate is given or known."""
+    """Length of the training: by the probe, or when the tokens are given and a rate is given or known."""
     from finetune.plan.architecture import read_architecture
     from finetune.plan.time import device_rate, training_time
 
+    if probe is not None:
+        return probe.time(recipe, n_devices=n_devices)
     if train_tokens is None:
         return None
     basis, rate = "probe", tokens_per_second
@@ -125,13 +173,27 @@ def plan_time(
             raise UserError(
                 f"no rate is known for device '{target.name}'",
                 where="--tokens-per-second",
-                fix="give a measured rate (events.jsonl of any run has it), or name a GPU with --device",
+                fix="add --probe to measure it here, give a measured rate, or name a GPU with --device",
             )
         basis = target.spec.name
         rate = device_rate(
             target.spec, read_architecture(config), recipe, recipe.data.max_tokens, training.n_trainable
         )
     return training_time(recipe, train_tokens, rate, n_rows=n_rows, n_devices=n_devices, basis=basis)
+
+
+def run_probe(recipe: str, overrides: Sequence[str], target: Target, n_steps: int) -> Probe:
+    """A few steps on this machine. Raises UserError where the plan is for another one."""
+    if target.spec is not None:
+        raise UserError(
+            f"--probe measures this machine, and the plan is for {target.name}",
+            where="--probe",
+            fix="leave out --device, or give --train-tokens and take the rate of the device table",
+        )
+    from finetune.cli.output import note
+    from finetune.pipeline.probe import probe_training
+
+    return probe_training(recipe, overrides, n_steps=n_steps, say=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +207,7 @@ class Plan:
     fit: Fit | None
     time: TrainingTime | None
     cost: float | None
+    probe: Probe | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -157,6 +220,7 @@ class Plan:
             "fit": self.fit.to_dict() if self.fit is not None else None,
             "time": asdict(self.time) if self.time is not None else None,
             "cost": self.cost,
+            "probe": self.probe.to_dict() if self.probe is not None else None,
         }
 
     def to_text(self) -> str:
@@ -181,6 +245,10 @@ class Plan:
                 f"tokens/s ({self.time.basis}): {format_duration(self.time.seconds)}"
                 + (f", cost {self.cost:,.4g}" if self.cost is not None else "")
             )
+        if self.probe is not None:
+            used = format_bytes(self.probe.peak_bytes)
+            ratio = training.total_bytes / self.probe.peak_bytes
+            lines.append(f"  the probe used {used} (forecast / used {ratio:.2f})")
         return "\n".join([*lines, "", *self._fit_lines()])
 
     def _fit_lines(self) -> list[str]:

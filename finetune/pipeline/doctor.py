@@ -156,7 +156,7 @@ def _cheap(path: str, overrides: Sequence[str], say: Say) -> tuple[list[Finding]
     material: Material | None = None
     try:
         say("doctor: the rows, their tokens and the suites")
-        material, length_faults = _gather(inputs, say)
+        material, length_faults = gather_material(inputs, say)
         findings += length_faults
     except UserError as error:
         return [*findings, *(replace(one, group="data") for one in faults_of("data", error))], None
@@ -189,8 +189,8 @@ def _with_changes(finding: Finding, recipe: Recipe) -> Finding:
     return finding
 
 
-def _gather(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding]]:
-    """The material, and the faults of rows that are too long for the recipe."""
+def gather_material(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding]]:
+    """What a run of the recipe would train on and be asked, and the faults of rows that are too long for it."""
     recipe = inputs.recipe
     ensure_generated(inputs.spec_path, say=say)
     built = build_dataset(inputs.spec_path, default_builds_root())
@@ -223,7 +223,7 @@ def _tokenise(inputs: RunInputs, rows: Sequence[Row], tokenizer: Any) -> tuple[S
     try:
         check_packs(recipe, split)
     except UserError as error:
-        changes = {"train.pack_tokens": _rounded(max(_pack_lengths(recipe, split)))}
+        changes = {"train.pack_tokens": _rounded(max(example_lengths(recipe, split)))}
         findings += [replace(one, group="data", changes=changes) for one in faults_of("packs", error)]
     return split, findings
 
@@ -244,7 +244,8 @@ def _rounded(tokens: int) -> int:
     return math.ceil(tokens / _ROUND_TO) * _ROUND_TO
 
 
-def _pack_lengths(recipe: Recipe, split: Split) -> list[int]:
+def example_lengths(recipe: Recipe, split: Split) -> list[int]:
+    """Tokens of every row of a side, both answers of a pair included, as they are trained on."""
     if isinstance(split, PreferenceSplit):
         share = recipe.train.preference.share_prompts
         return [row_tokens(row, share_prompts=share) for row in split.rows]

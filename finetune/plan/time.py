@@ -114,13 +114,15 @@ def training_time(
     tokens_per_second: float,
     *,
     n_rows: int | None = None,
+    n_examples: int | None = None,
     n_devices: int = 1,
     basis: str = "probe",
 ) -> TrainingTime:
     """Steps and seconds to pass over `train_tokens` (one epoch's) as often as the recipe says.
 
-    `tokens_per_second` is that of one device. Without packing a step counts rows, so `n_rows` must be given; with packing
-    the packs are taken as full. `max_steps` cuts both steps and tokens.
+    `tokens_per_second` is that of one device. `n_examples` is the number of packs or rows where it is known; otherwise
+    packs are taken as full, and without packing a step counts rows, so `n_rows` must be given. `max_steps` cuts both steps
+    and tokens.
     """
     if tokens_per_second <= 0 or train_tokens < 1:
         raise UserError(
@@ -129,7 +131,9 @@ def training_time(
             fix="give the tokens of one epoch, and a rate from a probe or --device",
         )
     settings = recipe.train
-    if settings.packing:
+    if n_examples is not None:
+        examples = n_examples
+    elif settings.packing:
         examples = math.ceil(train_tokens / settings.pack_tokens)
     elif n_rows is not None:
         examples = n_rows
