@@ -50,9 +50,13 @@ def _lines(made: Generated) -> Iterator[str]:
         f"{found['prompts']['count']} prompts of {found['prompts']['dataset']}, {found['answers']} answers: "
         f"{found['pass_rate']:.1%} passed, {found['format_failures'] / found['answers']:.1%} failed in form"
     )
-    yield f"  {'answers that pass':<20} {'prompts':>8} {'kept':>6} {'rows':>6}"
+    yield f"  {'answers that pass':<20} {'prompts':>8} {'pass':>6} {'kept':>6} {'rows':>6}"
     for name, counts in found["difficulty"].items():
-        yield f"  {_WORDS[name]:<20} {counts['prompts']:>8} {counts['kept']:>6} {counts.get('rows', 0):>6}"
+        rate = f"{counts.get('passed', 0) / counts['answers']:.0%}" if counts.get("answers") else "—"
+        yield (
+            f"  {_WORDS[name]:<20} {counts['prompts']:>8} {rate:>6} {counts.get('kept', 0):>6} "
+            f"{counts.get('rows', 0):>6}"
+        )
     for tag, values in found["pass_rate_by"].items():
         worst = list(values.items())[:_GROUPS_SHOWN]
         yield f"  lowest pass rate by {tag}: " + ", ".join(f"{name} {_rate(cell)}" for name, cell in worst)

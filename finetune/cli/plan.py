@@ -86,15 +86,16 @@ def plan_recipe(
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
     from finetune.cli.plan_page import Forecasts, Plan, config_of_recipe, find_target, plan_time, run_probe
+    from finetune.cli.plan_teacher import teacher_of_recipe
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
     from finetune.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    config = config_of_recipe(loaded)
+    config, teacher = config_of_recipe(loaded), teacher_of_recipe(loaded)
     target = find_target(device, memory)
 
-    forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, new_tokens)
+    forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, new_tokens, teacher)
     worst = forecasts.worst(loaded)
     fit = fits(worst, target.memory_bytes, loaded, forecasts.worst) if target.memory_bytes else None
     planned = forecasts.training(loaded)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from finetune.plan.fits import Fit, Suggestion
     from finetune.plan.memory import Forecast
     from finetune.plan.sharding import Offload, Sharding
+    from finetune.plan.teacher import TeacherPlan
     from finetune.plan.time import TrainingTime
     from finetune.recipe.schema import Recipe
 
@@ -27,6 +28,7 @@ _TERM_NAMES = {
     "quantization_constants": "quantization constants",
     "master_copy": "fp32 master copy",
     "adapters": "adapters",
+    "teacher": "teacher",
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
@@ -117,6 +119,7 @@ class Forecasts:
     offload: Offload
     longest_pack: int | None
     new_tokens: int
+    teacher: TeacherPlan | None = None
 
     def training(self, recipe: Recipe) -> Forecast:
         from finetune.plan.memory import forecast_training
@@ -130,6 +133,7 @@ class Forecasts:
             world_size=self.n_devices,
             sharding=self.sharding or ("ddp" if self.n_devices > 1 else "none"),
             offload=self.offload,
+            teacher=self.teacher,
         )
 
     def evaluation(self, recipe: Recipe) -> Forecast:

@@ -178,9 +178,21 @@ def _licence_of(part: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     return str(part.get("licence") or manifest.get("licence") or _NO_LICENCE)
 
 
+def _model_terms(part: Mapping[str, Any]) -> str | None:
+    """What the terms of the model that wrote a generated part allow; None for parts that no model wrote."""
+    if part.get("kind") != "generated":
+        return None
+    return str(part.get("model_licence") or _NO_LICENCE)
+
+
 def _licences(manifest: Mapping[str, Any]) -> list[str]:
-    """The licences of all parts, each once."""
-    return list(dict.fromkeys(_licence_of(part, manifest) for part in _parts(manifest)))
+    """The licences of all parts, and of the models that wrote some of them, each once."""
+    found: dict[str, None] = {}
+    for part in _parts(manifest):
+        found[_licence_of(part, manifest)] = None
+        if (terms := _model_terms(part)) is not None:
+            found[terms] = None
+    return list(found)
 
 
 def _hub_licence(manifest: Mapping[str, Any]) -> str | list[str]:
@@ -213,7 +225,7 @@ def _sources(manifest: Mapping[str, Any]) -> list[str]:
         [
             str(number),
             _one_line(_from(part, is_pinned=part is manifest.get("pinned"))),
-            _one_line(_licence_of(part, manifest)),
+            _one_line(_licence_words_of(part, manifest)),
             str(part.get("read", "")),
         ]
         for number, part in enumerate(parts, start=1)
@@ -233,6 +245,16 @@ def _sources(manifest: Mapping[str, Any]) -> list[str]:
         *([f"\nand {more} more, in `manifest.json`"] if more > 0 else []),
         "",
     ]
+
+
+def _licence_words_of(part: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """The licence of a part; of answers also what the terms of their model allow, which may forbid training others."""
+    own, terms = _licence_of(part, manifest), _model_terms(part)
+    if terms is None:
+        return own
+    if terms == _NO_LICENCE:
+        terms = "unknown: find out whether others may be trained on its answers (source.model.licence)"
+    return f"{own}; terms of the model: {terms}"
 
 
 def _from(part: Mapping[str, Any], *, is_pinned: bool) -> str:

@@ -24,6 +24,11 @@ class AnsweringModel(Section):
     id: str | None = Field(None, description="A base model, as `model.id` of a recipe; in place of `run`.")
     revision: str | None = Field(None, description="Commit or tag of a hub id.")
     dtype: Literal["bf16", "fp32"] = Field("fp32", description="Compute type of a base model.")
+    licence: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="What the model's terms allow to be done with its answers, e.g. `Apache-2.0`; none: unknown, and the dataset's card "
+        "warns.",
+    )
 
     @model_validator(mode="after")
     def _one_of_two(self) -> AnsweringModel:

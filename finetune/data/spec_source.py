@@ -205,9 +205,9 @@ class GeneratedSource(RowsSource):
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the generated rows; how they are read afterwards does not."""
+        """Everything that decides the generated rows; how they are read afterwards does not, nor under which terms."""
         decisive = {"prompts", "max_prompts", "model", "sampling", "verifier", "write", "keep"}
-        return self.model_dump(mode="json", include=decisive)
+        return self.model_dump(mode="json", include=decisive, exclude={"model": {"licence"}})
 
 
 Source = Annotated[HomeIntentsSource | FilesSource | HubSource | GeneratedSource, Field(discriminator="kind")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.distil.losses import DistillationLoss, chunked_distillation_loss, target_places
+from finetune.distil.losses import DistillationLoss, Targets, chunked_distillation_loss, target_places
 from finetune.distil.targets import TeacherTargets
 from finetune.training.head import supports_target_head
 
@@ -33,7 +33,7 @@ def add_distillation_head(model: nn.Module) -> None:
     def forward(
         self: Any,
         *args: Any,
-        teacher: TeacherTargets | None = None,
+        teacher: Targets | None = None,
         labels: Tensor | None = None,
         distillation: dict[str, Any] | None = None,
         **kwargs: Any,

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ from finetune.distil.targets import TeacherTargets
 
 __all__ = [
     "KINDS",
+    "ULD",
     "DistillationLoss",
+    "Targets",
     "TeacherTargets",
     "bucket_log_probabilities",
     "check_loss",
@@ -100,6 +103,7 @@ def _kl_to_mixture(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
     return -(p * torch.log1p((1.0 - weight) * ratio)).sum(dim=-1)
 
 
+ULD = "uld"  # of models with different tokenizers, which have no outcomes in common (aligned/targets.py)
 # kind -> the function and the weight that it takes when none is given (None: it takes none).
 KINDS: dict[str, tuple[Callable[..., Tensor], float | None]] = {
     "forward_kl": (forward_kl, None),
@@ -111,15 +115,19 @@ KINDS: dict[str, tuple[Callable[..., Tensor], float | None]] = {
 }
 
 
-def check_loss(kind: str, temperature: float, beta: float | None) -> None:
-    """Raise ValueError for a kind that does not exist and for a temperature or weight for which it is not defined."""
-    if kind not in KINDS:
-        raise ValueError(f"no divergence named {kind}; known: {', '.join(KINDS)}")
+def check_loss(kind: str, temperature: float, beta: float | None, *, aligned: bool = False) -> None:
+    """Raise ValueError for a kind that does not exist and for a temperature or weight for which it is not defined.
+
+    aligned: the tokenizers differ, and `uld` is a kind too (aligned/targets.py).
+    """
+    known = [*KINDS, ULD] if aligned else list(KINDS)
+    if kind not in known:
+        raise ValueError(f"no divergence named {kind}; known: {', '.join(known)}")
     if not (math.isfinite(temperature) and temperature > 0.0):
         raise ValueError(f"temperature {temperature}: above 0")
     if beta is None:
         return
-    if KINDS[kind][1] is None:
+    if kind == ULD or KINDS[kind][1] is None:
         raise ValueError(f"{kind} takes no weight; {beta} was given")
     if kind == "jsd" and not LEAST_WEIGHT <= beta <= 1.0 - LEAST_WEIGHT:
         raise ValueError(
@@ -151,6 +159,23 @@ def divergence(
     return values * temperature**2
 
 
+class OtherTargets(Protocol):
+    """A teacher of another vocabulary, which says itself how far a student's logits are from it (aligned/targets.py)."""
+
+    def __len__(self) -> int: ...
+
+    def cuts(self, chunk_tokens: int) -> list[int]: ...
+
+    def part(self, start: int, stop: int) -> OtherTargets: ...
+
+    def divergence(
+        self, kind: str, student_logits: Tensor, *, temperature: float = 1.0, beta: float | None = None
+    ) -> Tensor: ...
+
+
+Targets = TeacherTargets | OtherTargets
+
+
 class DistillationLoss(NamedTuple):
     """`loss` is what is minimised. The sums over targets are for telemetry and have no gradient; a part of weight 0 is not
     computed, and its sum is NaN."""
@@ -163,7 +188,7 @@ class DistillationLoss(NamedTuple):
 def chunked_distillation_loss(
     hidden: Tensor,
     head_weight: Tensor,
-    targets: TeacherTargets,
+    targets: Targets,
     answer_ids: Tensor,
     *,
     kind: str,
@@ -183,7 +208,7 @@ def chunked_distillation_loss(
     The answer's likelihood is at temperature 1. Logits exist for `chunk_tokens` targets at a time (None: about 16 MiB of
     them); each chunk's gradient is computed at once, so nothing of width V outlives it, for a trainable head too.
     """
-    check_loss(kind, temperature, beta)
+    check_loss(kind, temperature, beta, aligned=not isinstance(targets, TeacherTargets))
     n = len(hidden)
     if not len(targets) == len(answer_ids) == n:
         raise ValueError(
@@ -236,7 +261,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        targets: TeacherTargets,
+        targets: Targets,
         answer_ids: Tensor,
         weights: Tensor | None,
         settings: _Settings,
@@ -249,8 +274,7 @@ class _ChunkedLoss(torch.autograd.Function):
             else None
             for one, needed in zip((hidden, head, bias), ctx.needs_input_grad[:3], strict=True)
         ]
-        for start in range(0, len(hidden), settings.chunk_tokens):
-            stop = min(start + settings.chunk_tokens, len(hidden))
+        for start, stop in pairwise(targets.cuts(settings.chunk_tokens)):
             states = hidden[start:stop]
             logits = wide(torch.nn.functional.linear(states, head, bias))
             own = None if weights is None else weights[start:stop]
@@ -284,7 +308,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _chunk(
     logits: Tensor,
-    teacher: TeacherTargets,
+    teacher: Targets,
     answer_ids: Tensor,
     weights: Tensor | None,
     settings: _Settings,
@@ -298,9 +322,7 @@ def _chunk(
         logits = logits.detach().requires_grad_(differentiate)
         total = logits.new_zeros(len(logits))
         if share < 1.0:
-            value = divergence(
-                settings.kind, logits, teacher, temperature=settings.temperature, beta=settings.beta
-            )
+            value = _distance(logits, teacher, settings)
             sums[1] += value.detach().sum()
             total = total + (1.0 - share) * value
         if share > 0.0:
@@ -310,6 +332,14 @@ def _chunk(
         loss = (total if weights is None else total * weights).sum()
         sums[0] += loss.detach()
         return torch.autograd.grad(loss, logits)[0] if differentiate else None
+
+
+def _distance(logits: Tensor, teacher: Targets, settings: _Settings) -> Tensor:
+    """T² times the divergence of every target of a chunk, [c]."""
+    options: dict[str, Any] = {"temperature": settings.temperature, "beta": settings.beta}
+    if isinstance(teacher, TeacherTargets):
+        return divergence(settings.kind, logits, teacher, **options)
+    return teacher.divergence(settings.kind, logits, **options)
 
 
 def _collect(slope: Tensor, states: Tensor, head: Tensor, slopes: list[Tensor | None], start: int) -> None:

@@ -54,6 +54,10 @@ class TeacherTargets:
     def is_top_k(self) -> bool:
         return self.ids is not None
 
+    def cuts(self, chunk_tokens: int) -> list[int]:
+        """Where chunks of at most so many targets begin, and the end."""
+        return [*range(0, len(self), chunk_tokens), len(self)]
+
     def part(self, start: int, stop: int) -> TeacherTargets:
         """Targets start..stop; of a live teacher with their logits made."""
         if self.logits is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from finetune.distil.head import add_distillation_head, live_targets
-from finetune.distil.losses import DistillationLoss
+from finetune.distil.losses import DistillationLoss, Targets
 from finetune.distil.targets import TeacherTargets
 from finetune.errors import UserError
 from finetune.recipe.distil_section import DistilLossSection
@@ -21,7 +21,7 @@ from finetune.training.validation import document_of_targets
 class Teaching(Protocol):
     """Who says what the teacher thinks of the targets of a batch, in the order of the flattened batch."""
 
-    def targets(self, inputs: dict[str, Any]) -> TeacherTargets: ...
+    def targets(self, inputs: dict[str, Any]) -> Targets: ...
 
 
 class LiveTeaching:
@@ -120,8 +120,8 @@ def shared_vocabulary(student: Any, teacher: Any) -> int:
             f"teacher and student have different tokenizers: {len(differ)} tokens have other ids, e.g. {_told(differ, ours, theirs)}",
             where="distil.teacher",
             why="the teacher's probabilities are of its own tokens, and the student has no such tokens",
-            fix="take a student with the teacher's tokenizer (or distil.student.init: layers[…]), or let it learn the teacher's "
-            "answers as text: a dataset of kind generated and train.method: sft (docs/distillation.md)",
+            fix="set distil.alignment: text, which compares them where their tokens meet, take a student with the teacher's "
+            "tokenizer, or let it learn the teacher's answers as text: distil.way: answers (docs/distillation.md)",
         )
     return int(max(ours.values())) + 1
 

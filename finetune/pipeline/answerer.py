@@ -37,7 +37,11 @@ def find_answerer(
     else:
         assert section.id is not None, "the spec has one of the two"
         base = resolve_model(
-            model_folder(section.id, folder, where), section.revision, announce=say, where=where
+            model_folder(section.id, folder, where),
+            section.revision,
+            weights=server is None,
+            announce=say,
+            where=where,
         )
         answerer = Answerer(
             digest_json({"model": base.digest, "dtype": section.dtype}),

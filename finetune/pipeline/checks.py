@@ -29,14 +29,17 @@ from finetune.pipeline.methods import Split, longest_example, plain_rows
 from finetune.plan.fits import Fit, fits
 from finetune.plan.forecast import Forecast
 from finetune.plan.memory import forecast_training
+from finetune.plan.teacher import TeacherPlan
 from finetune.recipe.schema import Recipe
 
 # Rows whose tokens are looked at; the checks need examples, not the set.
 _ROWS_LOOKED_AT = 256
 
 
-def forecast_here(recipe: Recipe, config: Mapping[str, Any], rows: Split) -> Forecast:
-    """The memory forecast for this machine and the rows that there are."""
+def forecast_here(
+    recipe: Recipe, config: Mapping[str, Any], rows: Split, teacher: TeacherPlan | None = None
+) -> Forecast:
+    """The memory forecast for this machine and the rows that there are; `teacher`: who would run beside the student."""
     longest = recipe.train.pack_tokens if recipe.train.packing else longest_example(rows)
     return forecast_training(
         recipe,
@@ -44,6 +47,7 @@ def forecast_here(recipe: Recipe, config: Mapping[str, Any], rows: Split) -> For
         longest_pack_tokens=longest,
         device="cuda" if torch.cuda.is_available() else "cpu",
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        teacher=teacher,
     )
 
 
@@ -66,6 +70,7 @@ def row_findings(
     *,
     n_validation: int,
     n_added_tokens: int = 0,
+    teacher: TeacherPlan | None = None,
 ) -> Iterator[Finding]:
     """What the rows, their tokens and the forecast show. `train` are the rows before they were tokenised."""
     vocabulary = _vocabulary(config) + n_added_tokens
@@ -89,18 +94,23 @@ def row_findings(
     yield from examine(
         "memory",
         "memory forecast",
-        lambda: check_forecast(forecast, room, _fit(recipe, config, forecast, tokenised, room)),
+        lambda: check_forecast(forecast, room, _fit(recipe, config, forecast, tokenised, room, teacher)),
     )
 
 
 def _fit(
-    recipe: Recipe, config: Mapping[str, Any], forecast: Forecast, rows: Split, room: Room
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    forecast: Forecast,
+    rows: Split,
+    room: Room,
+    teacher: TeacherPlan | None,
 ) -> Fit | None:
     """What would make it fit, worked out only when it does not."""
     if forecast.total_bytes <= room.available_bytes:
         return None
     limit = room.available_bytes if forecast.total_bytes <= room.total_bytes else room.total_bytes
-    return fits(forecast, limit, recipe, lambda candidate: forecast_here(candidate, config, rows))
+    return fits(forecast, limit, recipe, lambda candidate: forecast_here(candidate, config, rows, teacher))
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int:

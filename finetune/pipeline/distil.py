@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_json
+from finetune.distil.aligned.teaching import AlignedTeaching
 from finetune.distil.trainer import LiveTeaching, shared_vocabulary
 from finetune.evaluation.compare import compare_folders, compare_records
 from finetune.evaluation.gap import gaps_closed
@@ -17,10 +19,12 @@ from finetune.evaluation.run import prepare_arm
 from finetune.evaluation.suite_data import SuiteData
 from finetune.model.source import read_config
 from finetune.paths import write_json
+from finetune.pipeline.alignment import aligned_rows, tokenizer_digest
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.teacher import Say, Teacher
 from finetune.pipeline.teacher_cache import RecipeCache
 from finetune.pipeline.teacher_text import text_facts
+from finetune.plan.teacher import TeacherPlan, runs_beside
 from finetune.recipe.distil_section import DistilSection
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 FACTS = "distillation.json"
 CACHE_FACTS = "teacher_cache.json"
+ALIGNMENT_FACTS = "alignment.json"
 TEACHER = "teacher"
 UNKNOWN_LICENCE = "distil.teacher.licence is not given: whether the teacher's terms allow a student to be made of what it says is unknown"
 
@@ -41,7 +46,7 @@ def teacher_answers(inputs: RunInputs, data: SuiteData, target: Path, say: Say) 
     key = teacher.key(recipe.eval.dtype)
     tokenizer = teacher.load_tokenizer()
     job = prepare_arm(tokenizer, data.suite, data.items, arm="teacher", few_shot=data.few_shot_rows, key=key)
-    model = cache(lambda: teacher.load(dtype=recipe.eval.dtype))
+    model = cache(lambda: teacher.answering(dtype=recipe.eval.dtype))
     fetch_baseline(job, target, model_key=key, model=model, batch_size=recipe.eval.batch_size, say=say)
     return [records_path(target, TEACHER), summary_path(target, TEACHER)]
 
@@ -57,6 +62,7 @@ def write_facts(inputs: RunInputs, path: Path) -> None:
                 "name": teacher.name,
                 "digest": teacher.digest,
                 "licence": teacher.licence,
+                "server": None if section.teacher.server is None else section.teacher.server.model,
                 "parameters": teacher.n_parameters,
                 "layers": _layers(read_config(teacher.source)),
             },
@@ -67,6 +73,7 @@ def write_facts(inputs: RunInputs, path: Path) -> None:
             },
             "way": section.way,
             "targets": section.targets,
+            "alignment": section.alignment,
             "loss": section.loss.model_dump(mode="json"),
             **({"generated": text_facts(inputs.spec_path)} if section.way == "answers" else {}),
         },
@@ -74,29 +81,61 @@ def write_facts(inputs: RunInputs, path: Path) -> None:
 
 
 def teaching(
-    inputs: RunInputs, student_tokenizer: Any, rows: Sequence[TokenisedRow], say: Say
+    inputs: RunInputs,
+    student_tokenizer: Any,
+    rows: Sequence[TokenisedRow],
+    say: Say,
+    *,
+    source_rows: Callable[[], Sequence[Row]],
 ) -> dict[str, Any]:
     """What `train_distil` needs of the teacher for these train rows; nothing where the student learns text alone.
 
-    Raises UserError where teacher and student do not have the same tokens.
+    source_rows: gives the rows that they were made of, for a teacher that reads them in its own tokens. Raises UserError where
+    teacher and student do not have the same tokens, or not the same answers in theirs.
     """
     if inputs.teacher is None or _section(inputs).way == "answers":
         return {}
     section, teacher = _section(inputs), inputs.teacher
-    n_vocabulary = shared_vocabulary(student_tokenizer, teacher.load_tokenizer())
+    aligned = aligned_rows(inputs, student_tokenizer, rows, source_rows)
+    if aligned is not None:
+        n_vocabulary = aligned.shared.n_student
+    else:
+        n_vocabulary = shared_vocabulary(student_tokenizer, teacher.load_tokenizer())
     options: dict[str, Any] = {"n_vocabulary": n_vocabulary}
     if section.targets == "cache":
-        return options | {"teaching": RecipeCache.of(inputs, student_tokenizer, rows).teaching(say)}
+        cache = RecipeCache.of(inputs, student_tokenizer, rows, aligned)
+        return options | {"teaching": cache.teaching(say, aligned)}
+    if aligned is not None:
+        return options | {
+            "teaching": AlignedTeaching.live(aligned, teacher.load(dtype=section.teacher.dtype))
+        }
     attention = "document" if inputs.recipe.train.packing else "sdpa"
     model = teacher.load(dtype=section.teacher.dtype, attention=attention)
     return options | {"teaching": LiveTeaching(model, n_vocabulary)}
+
+
+def teacher_plan(inputs: RunInputs) -> TeacherPlan | None:
+    """The teacher as the memory forecast sees it, where it runs beside the student."""
+    if inputs.teacher is None or runs_beside(inputs.recipe) is None:
+        return None
+    held = inputs.teacher.quantization
+    return TeacherPlan(
+        read_config(inputs.teacher.source),
+        _section(inputs).teacher.dtype,
+        held.quantize,
+        held.double_quantization,
+        adapter_parameters=inputs.teacher.adapter_parameters,
+    )
 
 
 def teaching_key(inputs: RunInputs) -> dict[str, Any]:
     """What of the teacher decides the student's weights besides the recipe."""
     if inputs.teacher is None:
         return {}
-    return {"teacher": inputs.teacher.key(_section(inputs).teacher.dtype)}
+    key = {"teacher": inputs.teacher.key(_section(inputs).teacher.dtype)}
+    if _section(inputs).alignment == "text":
+        key["teacher tokenizer"] = tokenizer_digest(inputs.teacher.load_tokenizer())
+    return key
 
 
 def compare_with_teacher(
@@ -111,10 +150,10 @@ def compare_with_teacher(
     against = data.suite.baseline_arms([inputs.recipe.eval.against])[0]
     arms = [(baseline, against), (tuned, "tuned"), (baseline, TEACHER)]
     before, after, teacher = (read_records(folder, arm) for folder, arm in arms)
-    templates = [read_summary(folder, arm).template_sha256 for folder, arm in arms[1:]]
-    if templates[0] == templates[1]:
+    summaries = [read_summary(folder, arm) for folder, arm in arms[1:]]
+    if len({(summary.template_sha256, summary.backend) for summary in summaries}) == 1:
         other = compare_folders(data.suite, baseline, TEACHER, tuned, slices=False)
-    else:  # another model in its own words: each is asked through its own chat template
+    else:  # another model in its own words, or behind a server: each is asked as it is used
         other = compare_records(data.suite, teacher, after, slices=False)
     result["comparisons"] += other["comparisons"]
     result["gap"] = {

@@ -34,9 +34,11 @@ from finetune.model.memory import release_memory
 from finetune.model.new_tokens import NewTokens, add_new_tokens
 from finetune.model.source import resolve_model
 from finetune.paths import runs_root
+from finetune.pipeline.alignment import check_teacher
 from finetune.pipeline.before import tokenizer_before
 from finetune.pipeline.checks import environment_findings, forecast_here, row_findings
 from finetune.pipeline.decontaminate import suite_questions
+from finetune.pipeline.distil import teacher_plan
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.methods import Split, plain_rows, tokenise_side, train_by_method
@@ -146,6 +148,7 @@ def _cheap(path: str, overrides: Sequence[str], say: Say) -> tuple[list[Finding]
     findings = [*environment_findings(recipe.model.dtype)]
     try:
         preflight(recipe, inputs.source, inputs.start)
+        check_teacher(inputs)
         findings.append(
             Finding("recipe", "ok", "it goes with this machine, this model and its names", group="recipe")
         )
@@ -169,6 +172,7 @@ def _cheap(path: str, overrides: Sequence[str], say: Say) -> tuple[list[Finding]
         material.tokenizer,
         n_validation=int(material.build.manifest["splits"]["validation"]["rows"]),
         n_added_tokens=len(material.new.ids),
+        teacher=teacher_plan(inputs),
     )
     findings += examine("data", "leaks", lambda: check_leaks(check_build(material.build)))
     findings += examine("data", "contamination", lambda: check_contamination(material.contamination))
@@ -192,7 +196,7 @@ def _with_changes(finding: Finding, recipe: Recipe) -> Finding:
 def gather_material(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding]]:
     """What a run of the recipe would train on and be asked, and the faults of rows that are too long for it."""
     recipe = inputs.recipe
-    ensure_generated(inputs.spec_path, say=say)
+    ensure_generated(inputs.spec_path, say=say, server=inputs.teacher.server if inputs.teacher else None)
     built = build_dataset(inputs.spec_path, default_builds_root())
     suites = [inputs.data_of(suite) for suite in inputs.suites]
     build, contamination = decontaminate(built, suite_questions(suites, inputs.spec_path))
@@ -202,7 +206,7 @@ def gather_material(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding
         new = add_new_tokens(tokenizer, recipe.model.new_tokens)
     rows = build.rows("train")[: recipe.data.max_train_rows]
     split, findings = _tokenise(inputs, rows, tokenizer)
-    forecast = forecast_here(recipe, inputs.config, split)
+    forecast = forecast_here(recipe, inputs.config, split, teacher_plan(inputs))
     return Material(inputs, built, contamination, suites, rows, split, tokenizer, new, forecast), findings
 
 

@@ -115,15 +115,16 @@ def generate_rows(
     return [_run(job, batch_size=batch_size, say=say) for job in jobs]
 
 
-def ensure_generated(spec_path: Path, *, say: Say) -> None:
-    """Make what a dataset spec says is generated, unless it is there; a spec without such sources costs nothing."""
+def ensure_generated(spec_path: Path, *, say: Say, server: ServerModel | None = None) -> None:
+    """Make what a dataset spec says is generated, unless it is there; a spec without such sources costs nothing. server:
+    answers in place of a model loaded here, as in `generate_rows`."""
     for source in load_spec(spec_path).value.sources:
         if isinstance(source, GeneratedSource):
             try:
                 complete_rows(source.name, source.settings())
             except UserError:
                 say(f"data: the rows of '{source.name}' are generated first")
-                generate_rows(spec_path, say=say)
+                generate_rows(spec_path, say=say, server=server)
                 return
 
 
@@ -181,11 +182,18 @@ def _run(job: _Job, *, batch_size: int, say: Say) -> Generated:
             f"no row came out of {len(job.rows)} prompts with {job.source.sampling.answers} answers each",
             where=job.where("source"),
             why="for pairs a prompt needs an answer that passes and one that fails; by how many of their answers pass: "
-            + ", ".join(f"{counts['prompts']} {name}" for name, counts in selection.prompts.items()),
-            fix="raise sampling.temperature or sampling.answers, or set keep.reference_as_chosen",
+            + ", ".join(f"{counts['prompts']} {name}" for name, counts in selection.prompts.items())
+            + _most_failed(answered),
+            fix="raise sampling.temperature or sampling.answers, or set keep.reference_as_chosen; the answers are kept",
         )
     manifest = _describe(job, key, answers, answered) | {"difficulty": selection.prompts}
     return Generated(folder, write_rows(folder, selection.records, manifest), fresh=True)
+
+
+def _most_failed(answered: Sequence[AnsweredRow]) -> str:
+    """Why answers failed most often, where there is a reason."""
+    reasons = Counter(one.reason for row in answered for one in row.answers if one.reason and not one.passed)
+    return "".join(f"; {count} answers failed for '{reason}'" for reason, count in reasons.most_common(1))
 
 
 def _answer(job: _Job, folder: Path, *, batch_size: int) -> list[list[dict[str, Any]]]:
@@ -264,7 +272,8 @@ def _judge(job: _Job, folder: Path, answers: Sequence[Sequence[dict[str, Any]]])
 
 
 def _verdict(row: Row, record: dict[str, Any], verifier: Verifier) -> dict[str, Any]:
-    """What the verifier says of an answer, as it is stored. It is given a row as stored, and the row's own answer."""
+    """What the verifier says of an answer, as it is stored. It is given a row as stored, and the row's own answer; of an
+    answer that is empty or was cut it is not asked."""
     about = {"prompt": row.id, "number": record["number"]}
     if record["finish_reason"] == "length":
         return about | {
@@ -272,6 +281,8 @@ def _verdict(row: Row, record: dict[str, Any], verifier: Verifier) -> dict[str, 
             "failed": False,
             "reason": f"{FORMAT}: cut at sampling.max_new_tokens",
         }
+    if not record["output"].strip():
+        return about | {"passed": False, "failed": False, "reason": f"{FORMAT}: empty"}
     answer = {"role": "assistant", "content": record["output"]}
     asked = Row(row.id, (*row.prompt, answer), row.group, row.source, row.tags, row.tools)
     verdict = verifier(asked.to_dict() | {"reference": row.answer})

@@ -9,6 +9,7 @@ from finetune.data.build import build_dataset, default_builds_root
 from finetune.data.decontaminate import decontaminate
 from finetune.distil.cache.server import Server, ServerSaying
 from finetune.errors import UserError
+from finetune.pipeline.alignment import aligned_rows, check_teacher
 from finetune.pipeline.before import tokenizer_before
 from finetune.pipeline.decontaminate import suite_questions
 from finetune.pipeline.generate import ensure_generated
@@ -37,12 +38,15 @@ def fill_recipe_cache(
             if recipe.distil is not None
             else "name a recipe with train.method: distil",
         )
-    ensure_generated(inputs.spec_path, say=say)
+    check_teacher(inputs)
+    ensure_generated(inputs.spec_path, say=say, server=inputs.teacher.server if inputs.teacher else None)
     build = build_dataset(inputs.spec_path, default_builds_root())
     suites = [inputs.data_of(suite) for suite in inputs.suites]
     build, _ = decontaminate(build, suite_questions(suites, inputs.spec_path))
     tokenizer = tokenizer_before(inputs)
-    train = tokenise_side(recipe, build.rows("train")[: recipe.data.max_train_rows], tokenizer)
-    cache = RecipeCache.of(inputs, tokenizer, plain_rows(train))
+    source_rows = build.rows("train")[: recipe.data.max_train_rows]
+    rows = plain_rows(tokenise_side(recipe, source_rows, tokenizer))
+    aligned = aligned_rows(inputs, tokenizer, rows, lambda: source_rows)
+    cache = RecipeCache.of(inputs, tokenizer, rows, aligned)
     say(f"teacher cache: {cache.folder}, {cache.coding.formula()} a target token")
     return cache_facts(cache, cache.fill(say, ServerSaying(server) if server is not None else None))

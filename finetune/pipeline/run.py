@@ -12,6 +12,7 @@ from finetune.data.build import open_build
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.paths import disk_faults, runs_root, write_atomic, write_json
+from finetune.pipeline.alignment import check_teacher
 from finetune.pipeline.decontaminate import show_trained_rows
 from finetune.pipeline.environment import describe_environment
 from finetune.pipeline.generate import ensure_generated
@@ -70,7 +71,10 @@ def run_recipe(
         _describe(inputs, manifest)
         context = RunContext(inputs, manifest, say)
         preflight(inputs.recipe, inputs.source, inputs.start)
-        ensure_generated(inputs.spec_path, say=say)
+        check_teacher(inputs)
+        ensure_generated(
+            inputs.spec_path, say=say, server=inputs.teacher.server if inputs.teacher is not None else None
+        )
         build = build_stage(context)
         suites = [inputs.data_of(suite) for suite in inputs.suites]
         rows = data_stage(context, build, suites)

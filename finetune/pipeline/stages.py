@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from finetune.data.build import DatasetBuild, build_dataset, default_builds_root, open_build
 from finetune.data.decontaminate import decontaminate
+from finetune.data.rows import Row
 from finetune.digest import digest_bytes, digest_json
 from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, canary_differs, canary_logits
@@ -30,7 +31,7 @@ from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
 from finetune.pipeline.checks import environment_findings, forecast_here, row_findings, tell
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
-from finetune.pipeline.distil import compare_with_teacher, teaching, teaching_key
+from finetune.pipeline.distil import compare_with_teacher, teacher_plan, teaching, teaching_key
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.live_diagnosis import LiveDiagnosis
 from finetune.pipeline.manifest import RunManifest
@@ -89,6 +90,11 @@ class RunContext:
     @property
     def folder(self) -> Path:
         return self.manifest.folder
+
+    def source_rows(self) -> list[Row]:
+        """The rows of the run's own build that are trained on, as they are before they become tokens."""
+        build = open_build(self.folder / "data")
+        return build.rows("train")[: self.inputs.recipe.data.max_train_rows]
 
     def stage(
         self, name: str, depends_on: dict[str, Any], work: Callable[[list[Path]], None], announcement: str
@@ -187,7 +193,8 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 
     def work(outputs: list[Path]) -> None:
-        forecast = forecast_here(recipe, context.inputs.config, rows.train)
+        teacher = teacher_plan(context.inputs)
+        forecast = forecast_here(recipe, context.inputs.config, rows.train, teacher)
         write_json(context.folder / "forecast.json", forecast.to_dict())
         findings = [
             *environment_findings(recipe.model.dtype),
@@ -195,11 +202,12 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
                 recipe,
                 context.inputs.config,
                 forecast,
-                open_build(context.folder / "data").rows("train")[: recipe.data.max_train_rows],
+                context.source_rows(),
                 rows.train,
                 context.tuned.tokenizer,
                 n_validation=len(rows.validation.rows),
                 n_added_tokens=len(context.tuned.new.ids),
+                teacher=teacher,
             ),
         ]
         write_json(context.folder / "checks.json", {"findings": [one.to_dict() for one in findings]})
@@ -303,7 +311,13 @@ def train_model(context: RunContext, rows: TrainingRows, *, owner: str) -> Any:
         say=context.say,
         source=source,
         callbacks=[LiveDiagnosis(context.folder / "events.jsonl", context.say)],
-        **teaching(context.inputs, context.tuned.tokenizer, plain_rows(rows.train), context.say),
+        **teaching(
+            context.inputs,
+            context.tuned.tokenizer,
+            plain_rows(rows.train),
+            context.say,
+            source_rows=context.source_rows,
+        ),
     )
     leave_processes()
     return result

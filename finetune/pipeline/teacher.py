@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -9,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
-from finetune.model.adapter_files import adapter_digest, load_adapter
+from finetune.evaluation.server import ServerModel
+from finetune.model.adapter_files import ADAPTER_WEIGHTS, adapter_digest, load_adapter
 from finetune.model.load import load_model, load_tokenizer
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config, resolve_model
 from finetune.paths import disk_faults, read_json, runs_root
 from finetune.pipeline.manifest import FILE_NAME
 from finetune.pipeline.starts import find_folder, model_folder
-from finetune.recipe.distil_section import TeacherSection
 from finetune.recipe.model_section import ModelSection
+from finetune.recipe.teacher_section import TeacherSection, TeacherServerSection
 from finetune.units import format_count
 
 Say = Callable[[str], None]
@@ -29,7 +33,10 @@ _SHAPE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers", "inter
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that teaches. `digest` names its weights; `quantization` how its base is held."""
+    """A model that teaches. `digest` names its weights; `quantization` how its base is held.
+
+    server: where it runs, when it is not here; `source` then has configuration and tokenizer alone.
+    """
 
     name: str
     source: ModelSource
@@ -37,13 +44,19 @@ class Teacher:
     quantization: ModelSection
     digest: str
     licence: str | None = None
+    server: ServerModel | None = None
 
     def key(self, dtype: str) -> str:
         """Digest of what decides its answers and logits in a compute type."""
         return digest_json({"teacher": self.digest, "dtype": dtype})
 
+    def answering(self, *, dtype: str) -> Any:
+        """Who answers for it: its server, or the model itself."""
+        return self.server if self.server is not None else self.load(dtype=dtype)
+
     def load(self, *, dtype: str, attention: str = "sdpa") -> Any:
         """The model, frozen and in eval mode, with its adapter on it."""
+        assert self.server is None, "its weights are not here"
         section = self.quantization
         model = load_model(
             self.source,
@@ -65,6 +78,15 @@ class Teacher:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(self.adapter), local_files_only=True)
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Elements of its adapter, which lies beside its base."""
+        path = self.adapter / ADAPTER_WEIGHTS if self.adapter is not None else None
+        if path is None or not path.is_file():
+            return 0
+        with safe_open(path, framework="np") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
     @property
     def n_parameters(self) -> int | None:
@@ -113,8 +135,14 @@ def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | 
     """The teacher of `teacher.id`, with `teacher.adapter` on it. `folder`: where relative paths start."""
     assert section.id is not None
     source = resolve_model(
-        model_folder(section.id, folder, where), section.revision, announce=say, where=where
+        model_folder(section.id, folder, where),
+        section.revision,
+        weights=section.server is None,
+        announce=say,
+        where=where,
     )
+    if section.server is not None:
+        return _served_teacher(section, section.server, source)
     adapter = None
     if section.adapter is not None:
         adapter = find_folder(section.adapter, folder)
@@ -128,6 +156,27 @@ def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | 
             )
     quantization = ModelSection(id=source.id, quantize=section.quantize)
     return _teacher(section.id, source, adapter, quantization, section)
+
+
+def _served_teacher(section: TeacherSection, server: TeacherServerSection, source: ModelSource) -> Teacher:
+    """A teacher known by its name and by the server's; the same model at another address is the same teacher."""
+    assert section.id is not None
+    tokenizer = load_tokenizer(source)
+    content = {
+        "model": section.id,
+        "revision": section.revision,
+        "served_as": server.model,
+        "tokenizer": [digest_json(tokenizer.get_vocab()), digest_json(tokenizer.chat_template)],
+    }
+    return Teacher(
+        section.id,
+        source,
+        None,
+        ModelSection(id=source.id),
+        digest_json(content),
+        section.licence,
+        ServerModel(server.url, server.model, server.key_variable),
+    )
 
 
 def _teacher(

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_json
+from finetune.distil.aligned.teaching import AlignedRows, AlignedTeaching
 from finetune.distil.cache.coding import Coding, TopK
 from finetune.distil.cache.layout import CacheIdentity, CacheManifest, cache_key, rows_digest
 from finetune.distil.cache.read import CachedTeaching, TeacherCache
+from finetune.distil.cache.server import ServerSaying
 from finetune.distil.cache.write import ModelSaying, Saying, cache_teacher, coding_of
 from finetune.distil.trainer import shared_vocabulary
 from finetune.paths import runs_root
@@ -56,14 +58,25 @@ class RecipeCache:
     coding: Coding
 
     @classmethod
-    def of(cls, inputs: RunInputs, tokenizer: Any, rows: Sequence[TokenisedRow]) -> RecipeCache:
-        """tokenizer: the student's. Raises UserError where the teacher has other tokens, and for a k above the vocabulary."""
+    def of(
+        cls,
+        inputs: RunInputs,
+        tokenizer: Any,
+        rows: Sequence[TokenisedRow],
+        aligned: AlignedRows | None = None,
+    ) -> RecipeCache:
+        """tokenizer: the student's. aligned: the rows in the teacher's own tokens, where those differ; they are what it is
+        asked about. Raises UserError where the teacher has other tokens without it, and for a k above the vocabulary."""
         assert inputs.teacher is not None and inputs.recipe.distil is not None
         teacher, section = inputs.teacher, inputs.recipe.distil
-        n_vocabulary = shared_vocabulary(tokenizer, teacher.load_tokenizer())
+        teachers = teacher.load_tokenizer()
+        if aligned is None:
+            n_vocabulary = shared_vocabulary(tokenizer, teachers)
+        else:
+            n_vocabulary, rows = aligned.shared.n_teacher, aligned.teacher_rows
         identity = CacheIdentity(
             teacher=teacher.key(section.teacher.dtype),
-            tokenizer=digest_json(tokenizer.get_vocab()),
+            tokenizer=digest_json(teachers.get_vocab()),
             data=rows_digest(rows),
             teacher_name=teacher.name,
         )
@@ -81,7 +94,9 @@ class RecipeCache:
 
     def fill(self, say: Say, saying: Saying | None = None) -> CacheManifest:
         """Make what is missing of the cache; nothing is loaded when it is complete. saying: who speaks for the teacher, such
-        as a server; without it the teacher is loaded here."""
+        as a server; without it that of the recipe does, or the teacher is loaded here."""
+        if saying is None and self.teacher.server is not None:
+            saying = ServerSaying(self.teacher.server)
         saying = saying or _LoadedWhenAsked(lambda: self.teacher.load(dtype=self.section.teacher.dtype))
         total = sum(row.n_targets for row in self.rows)
         with Progress("teacher cache", total, "targets") as progress:
@@ -96,10 +111,12 @@ class RecipeCache:
                 progress=progress.advance,
             )
 
-    def teaching(self, say: Say) -> CachedTeaching:
+    def teaching(self, say: Say, aligned: AlignedRows | None = None) -> CachedTeaching | AlignedTeaching:
         """What the trainer reads; the cache is filled first where something of it is missing or damaged."""
         self.fill(say)
         cache = TeacherCache.open(self.folder, self.rows, self.identity, verify=False)
+        if aligned is not None:
+            return AlignedTeaching.cached(aligned, cache, self.section.loss.temperature)
         return CachedTeaching(cache, self.section.loss.temperature)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.distil.aligned.teaching import AlignedRows
 from finetune.evaluation.suite_data import SuiteData
 from finetune.paths import write_json
+from finetune.pipeline.alignment import aligned_rows, tokenizer_digest
 from finetune.pipeline.distil import (
+    ALIGNMENT_FACTS,
     CACHE_FACTS,
     FACTS,
     UNKNOWN_LICENCE,
@@ -49,12 +52,39 @@ def teacher_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
         context.stage(f"teacher {name}", depends_on, work, f"teacher: {name}, {len(data.items)} items")
 
 
+def alignment_stage(context: RunContext, rows: TrainingRows) -> AlignedRows | None:
+    """Read the train rows as a teacher with another tokenizer does, and note how far both meet."""
+    inputs = context.inputs
+    section = inputs.recipe.distil
+    if section is None or section.alignment == "tokens":
+        return None
+    assert inputs.teacher is not None
+    aligned = aligned_rows(inputs, context.tuned.tokenizer, plain_rows(rows.train), context.source_rows)
+    assert aligned is not None
+    facts = aligned.facts()
+
+    def work(outputs: list[Path]) -> None:
+        path = context.folder / ALIGNMENT_FACTS
+        write_json(path, facts)
+        outputs.append(path)
+
+    share = facts["targets_one_to_one"] / facts["targets"]
+    announcement = (
+        f"alignment: {facts['shared_tokens']} tokens are the student's and the teacher's; {share:.0%} of the targets lie "
+        "one to one"
+    )
+    depends_on = {"rows": rows.digest, "tokenizer": tokenizer_digest(inputs.teacher.load_tokenizer())}
+    context.stage("alignment", depends_on, work, announcement)
+    return aligned
+
+
 def cache_stage(context: RunContext, rows: TrainingRows) -> None:
     """Run the teacher over the train rows once, where the recipe learns from a cache; runs share what is there."""
     section = context.inputs.recipe.distil
+    aligned = alignment_stage(context, rows)
     if section is None or section.way != "logits" or section.targets != "cache":
         return
-    cache = RecipeCache.of(context.inputs, context.tuned.tokenizer, plain_rows(rows.train))
+    cache = RecipeCache.of(context.inputs, context.tuned.tokenizer, plain_rows(rows.train), aligned)
 
     def work(outputs: list[Path]) -> None:
         manifest = cache.fill(context.say)

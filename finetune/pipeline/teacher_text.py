@@ -8,12 +8,13 @@ from typing import Any
 from finetune.data.build import load_spec
 from finetune.data.generated.store import MANIFEST, generated_folder
 from finetune.data.spec_source import GeneratedSource
+from finetune.digest import digest_json
 from finetune.errors import Fault
 from finetune.paths import read_json
 from finetune.pipeline.starts import find_folder
-from finetune.recipe.distil_section import TeacherSection
+from finetune.recipe.teacher_section import TeacherSection
 
-_TOLD = ("answers", "passed", "pass_rate", "format_failures", "difficulty", "rows")
+_TOLD = ("answers", "passed", "pass_rate", "pass_rate_by", "format_failures", "difficulty", "rows")
 
 
 def text_faults(spec_path: Path, section: TeacherSection, beside: Path, where: str) -> list[Fault]:
@@ -65,6 +66,19 @@ def text_facts(spec_path: Path) -> list[dict[str, Any]]:
         manifest = read_json(generated_folder(source.name) / MANIFEST)
         told = {name: manifest[name] for name in _TOLD if name in manifest}
         found.append(
-            {"name": source.name, "filter": source.keep.filter, "prefer": source.keep.prefer, **told}
+            {
+                "name": source.name,
+                "filter": source.keep.filter,
+                "prefer": source.keep.prefer,
+                "answers_of": _answers_digest(manifest),
+                **told,
+            }
         )
     return found
+
+
+def _answers_digest(manifest: dict[str, Any]) -> str:
+    """Of the answers and verdicts that rows were chosen from, whatever was kept of them: by it two choices are found to be
+    of the same answers."""
+    settings = {name: value for name, value in manifest["source"].items() if name not in ("keep", "write")}
+    return digest_json([settings, manifest["model"], manifest["verifier"], manifest["prompts"]["digest"]])

@@ -317,6 +317,21 @@ def _shorter_rows(recipe: Recipe) -> list[_Move]:
     return moves
 
 
+def _teacher_from_cache(recipe: Recipe) -> list[_Move]:
+    """The teacher runs before the training, and its top k is read from a disk."""
+    section = recipe.distil
+    if section is None or section.way != "logits" or section.targets != "live":
+        return []
+    return [
+        _Move(
+            {"distil.targets": "cache"},
+            0.7,
+            PRECISION,
+            f"the teacher runs once, before the training; the loss sees its top {section.cache.k} and the rest as one",
+        )
+    ]
+
+
 def _smaller_eval_batch(recipe: Recipe) -> list[_Move]:
     moves = []
     size = recipe.eval.batch_size
@@ -341,6 +356,7 @@ _MAKERS: tuple[_Maker, ...] = (
     _smaller_micro_batch,
     _shorter_packs,
     _checkpointing,
+    _teacher_from_cache,
     _bf16_eval,
     _bf16,
     _plain_lora,

@@ -17,6 +17,7 @@ TERMS = (
     "quantization_constants",
     "master_copy",
     "adapters",
+    "teacher",
     "gradients",
     "optimizer",
     "activations",

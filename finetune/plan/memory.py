@@ -24,8 +24,10 @@ from finetune.plan.architecture import Architecture, LinearShape, adapted_linear
 from finetune.plan.forecast import TERMS, Device, Forecast, finish
 from finetune.plan.kernel_cache import kernel_cache_bytes
 from finetune.plan.sharding import Offload, Sharding, shard
-from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states, quantized_bytes
+from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states
+from finetune.plan.teacher import TeacherPlan, loss_bytes, runs_beside
 from finetune.plan.trained import DOUBLED_STARTS, trained_elements
+from finetune.plan.weights import forward_bytes, weight_terms
 from finetune.recipe.adapter_section import TARGETED, VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
 
@@ -48,6 +50,7 @@ def forecast_training(
     sharding: Sharding = "none",
     offload: Offload = "none",
     optimizer: str | None = None,
+    teacher: TeacherPlan | None = None,
 ) -> Forecast:
     """Peak of the training steps on each of `world_size` devices.
 
@@ -55,29 +58,25 @@ def forecast_training(
     the data; without it the recipe's capacity is taken, which is the upper bound. `target_share` is the share of tokens
     that carry loss; it matters below 512 targets a forward pass. `distinct_lengths` is the number of different lengths
     that forward passes have; without it they are taken as many, which fills the CPU's cache of kernels. `optimizer`
-    defaults to the recipe's. Raises UserError for a model type that is not covered and for target modules that match
-    nothing.
+    defaults to the recipe's. `teacher` counts where it runs beside the student; every device then holds it whole. Raises
+    UserError for a model type that is not covered and for target modules that match nothing.
     """
     optimizer = optimizer or recipe.train.optimizer
     architecture = read_architecture(config)
     tuning = tuning_of(recipe, architecture, device)
-    row_tokens = longest_pack_tokens or (
-        recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
-    )
-    if recipe.adapter.kind in VIRTUAL_TOKENS:
-        row_tokens += recipe.adapter.virtual_tokens
+    row_tokens = _row_tokens(recipe, longest_pack_tokens)
     n_tokens = recipe.train.micro_batch_size * row_tokens
     attention = attention_of(recipe, row_tokens)
     states, n_trainable = _states(recipe, architecture, tuning, optimizer)
-    terms = {
-        **dict.fromkeys(TERMS, 0),
-        **states,
-        "buffers": _buffers(recipe, architecture, tuning, n_tokens),
-    }
+    buffers = _buffers(recipe, architecture, tuning, n_tokens)
+    terms = {**dict.fromkeys(TERMS, 0), **states, "buffers": buffers}
     if device == "cpu" and tuning.compute_bytes < 4:
         terms["kernel_cache"] = kernel_cache_bytes(distinct_lengths)
     terms, host_bytes = shard(terms, architecture, world_size, sharding, offload)
-    moments = _moments(recipe, architecture, tuning, attention, n_tokens, target_share, terms)
+    n_targets = math.ceil(target_share * n_tokens)
+    moments = _moments(recipe, architecture, tuning, attention, n_tokens, n_targets, terms)
+    if teacher is not None and runs_beside(recipe) is not None:
+        teacher.add_to(terms, moments, n_tokens, n_targets)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return finish(
         {**terms, **moments[moment]},
@@ -120,13 +119,13 @@ def forecast_generation(
     c = BYTES_PER_ELEMENT[dtype]
     n_prefill = min(batch * prompt_tokens, max(prompt_tokens, PREFILL_TOKENS))
     terms = dict.fromkeys(TERMS, 0)
-    terms |= _weights(architecture, c, quantize, double_quantization)
+    terms |= weight_terms(architecture, c, quantize, double_quantization)
     terms["adapters"] = adapter_parameters * 4
     terms["logits"] = batch * architecture.vocabulary * c
     terms["kv_cache"] = (
         2 * architecture.n_layers * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
     )
-    terms["activations"] = n_prefill * _forward_bytes(architecture, c)
+    terms["activations"] = n_prefill * forward_bytes(architecture, c)
     if device == "cpu" and c < 4:
         terms["kernel_cache"] = kernel_cache_bytes()
     return finish(
@@ -143,6 +142,13 @@ def forecast_generation(
             "dtype": dtype,
         },
     )
+
+
+def _row_tokens(recipe: Recipe, longest_pack_tokens: int | None) -> int:
+    """Tokens of the longest pack or row, virtual ones in front included."""
+    limit = recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
+    in_front = recipe.adapter.virtual_tokens if recipe.adapter.kind in VIRTUAL_TOKENS else 0
+    return (longest_pack_tokens or limit) + in_front
 
 
 def adapter_parameters(
@@ -198,7 +204,7 @@ def _moments(
     tuning: Tuning,
     attention: AttentionPattern,
     n_tokens: int,
-    target_share: float,
+    n_targets: int,
     terms: dict[str, int],
 ) -> dict[str, dict[str, int]]:
     """What differs between the moments of a step: activations, logits, gradients, and buffers."""
@@ -207,7 +213,9 @@ def _moments(
     kept = architecture.n_layers * _kept_bytes(architecture, tuning, n_tokens, layer, checkpointing)
     kept += outside_saved_bytes(architecture, tuning, n_tokens) + _autocast_copies(architecture, tuning)
     one_layer = layer_backward_bytes(architecture, tuning, n_tokens) + (layer if checkpointing else 0)
-    head = head_bytes(architecture, tuning, math.ceil(target_share * n_tokens), n_tokens)
+    head = head_bytes(architecture, tuning, n_targets, n_tokens)
+    if recipe.distil is not None and recipe.distil.way != "answers":
+        head = loss_bytes(architecture, tuning, n_targets)
     held, buffers = terms["gradients"], terms["buffers"]
     so_far = held if recipe.train.gradient_accumulation_steps > 1 else 0
     # Weights before the step are copied to see how far it moves them (finetune/telemetry/updates.py).
@@ -267,24 +275,8 @@ def _states(
         n_trainable, weight_bytes=4, master_copy=False, gradient_bytes=4, optimizer=optimizer
     )
     terms["adapters"] = states.weights + 4 * elements.held
-    terms |= _weights(architecture, weight_bytes, recipe.model.quantize, recipe.model.double_quantization)
+    terms |= weight_terms(architecture, weight_bytes, recipe.model.quantize, recipe.model.double_quantization)
     return terms | _trainable_terms(states), n_trainable
-
-
-def _weights(
-    architecture: Architecture, weight_bytes: int, quantize: Quantization, double_quantization: bool
-) -> dict[str, int]:
-    """Base weights and quantization constants; embeddings, head, norms and biases are never quantized."""
-    if quantize == "none":
-        return {"weights": architecture.n_parameters * weight_bytes, "quantization_constants": 0}
-    blocks, constants = quantized_bytes(
-        architecture.layer_linears, quantize, double_quantization=double_quantization
-    )
-    left = architecture.n_parameters - architecture.linear_parameters
-    return {
-        "weights": architecture.n_layers * blocks + left * weight_bytes,
-        "quantization_constants": architecture.n_layers * constants,
-    }
 
 
 def _autocast_copies(architecture: Architecture, tuning: Tuning) -> int:
@@ -319,14 +311,6 @@ def _composed_bytes(tuning: Tuning) -> int:
     """
     sizes = [6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted]
     return round(_DORA_LAYERS_ON_CPU * sum(sizes)) if tuning.on_cpu else max(sizes, default=0)
-
-
-def _forward_bytes(architecture: Architecture, c: int) -> int:
-    """Bytes a token alive at once in one layer without gradients: residual, norm in fp32, and the MLP's branches."""
-    norm = architecture.hidden * (c + 4 + 4)
-    attention = architecture.hidden * c + (3 * architecture.query_width) * c
-    mlp = architecture.hidden * 2 * c + (3 if architecture.gated else 2) * architecture.intermediate * c
-    return max(norm, attention, mlp)
 
 
 __all__ = [

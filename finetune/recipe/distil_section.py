@@ -11,54 +11,16 @@ from finetune.recipe.adapter_section import VIRTUAL_TOKENS, AdapterSection
 from finetune.recipe.constraints import refused
 from finetune.recipe.model_section import ModelSection
 from finetune.recipe.section import Count, Section, Share
+from finetune.recipe.teacher_section import TeacherSection
 from finetune.recipe.train_section import TrainSection
 
 DivergenceName = Literal[
-    "forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation"
+    "forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "total_variation", "uld"
 ]
 WEIGHED: tuple[DivergenceName, ...] = ("jsd", "skew_forward_kl", "skew_reverse_kl")
 LEAST_WEIGHT = 1e-3  # nearer to 0 or 1 a mixture is one of its two parts in fp32
 Temperature = Annotated[float, Field(gt=0, le=20)]
 _LAYERS = re.compile(r"layers\[\s*(\d+(?:\s*,\s*\d+)*)\s*,?\s*\]")
-
-
-class TeacherSection(Section):
-    """The model that teaches: what a run has tuned, or a model, with an adapter on it where one is named."""
-
-    run: str | None = Field(
-        None,
-        description="`runs/<id>`, or `runs/<recipe name>` for that recipe's newest finished run: its tuned model.",
-    )
-    id: str | None = Field(None, description="A model, as `model.id`; in place of `run`.")
-    revision: str | None = Field(None, description="Commit or tag of a hub id.")
-    adapter: str | None = Field(None, description="Folder of an adapter that lies on the model `id`.")
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Type of the teacher's weights and compute.")
-    quantize: Literal["none", "nf4", "fp4", "int8"] = Field(
-        "none",
-        description="Quantization of the teacher's frozen weights; with `run` it is that of its training.",
-    )
-    licence: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="What the teacher's terms allow to be done with what it says, e.g. `Apache-2.0`; none: unknown, and the report "
-        "warns.",
-    )
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> TeacherSection:
-        if (self.run is None) == (self.id is None):
-            raise refused("run", "give either run or id", fix="run: runs/<recipe name>")
-        for key in ("revision", "adapter"):
-            if self.run is not None and getattr(self, key) is not None:
-                raise refused(
-                    key, "a run knows its own base and adapter", fix=f"leave out {key}, or give id, not run"
-                )
-        if self.run is not None and self.quantize != "none":
-            raise refused(
-                "quantize",
-                "a run's model is held as it was trained",
-                fix="leave out quantize, or name base and adapter by id and adapter",
-            )
-        return self
 
 
 class DistilLossSection(Section):
@@ -67,7 +29,8 @@ class DistilLossSection(Section):
     kind: DivergenceName = Field(
         "forward_kl",
         description="Divergence between teacher p and student q: KL(p‖q), KL(q‖p), the generalised Jensen-Shannon divergence, KL "
-        "of p or q to a mixture (skew), or half the L1 distance.",
+        "of p or q to a mixture (skew), or half the L1 distance. `uld`, with `alignment: text`: the L1 distance of the "
+        "probabilities in descending order, whatever their tokens.",
     )
     temperature: Temperature = Field(
         1.0, description="T: logits of both are divided by it, and the divergence is multiplied by T²."
@@ -173,6 +136,12 @@ class DistilSection(Section):
         description="`cache`: the teacher runs once and what it says is kept (see `cache`); `live`: it runs beside the student at "
         "every step, and its whole distribution counts.",
     )
+    alignment: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="`tokens`: both models have the same tokens under the same ids, which is checked. `text`: their tokenizers "
+        "differ; they are compared wherever both have a boundary between tokens, over the tokens that both have, the text up to "
+        "the next boundary, and all else as one (docs/distillation.md says what is lost).",
+    )
     loss: DistilLossSection = Field(default_factory=DistilLossSection)
     on_policy: OnPolicySection = Field(default_factory=OnPolicySection)
     cache: TeacherCacheSection = Field(default_factory=TeacherCacheSection)
@@ -180,12 +149,14 @@ class DistilSection(Section):
     @model_validator(mode="after")
     def _sound(self) -> DistilSection:
         if self.way == "answers":
-            for key in ("targets", "loss", "cache"):
+            for key in ("targets", "alignment", "loss", "cache"):
                 default = type(self).model_fields[key].get_default(call_default_factory=True)
                 if getattr(self, key) != default:
                     raise refused(
                         key, "way answers learns text, with train.loss", fix=f"leave out distil.{key}"
                     )
+        self._check_alignment()
+        self._check_server()
         if self.way == "on_policy" and self.targets == "cache":
             raise refused(
                 "targets", "what the student will say cannot be cached", fix="set distil.targets: live"
@@ -210,9 +181,60 @@ class DistilSection(Section):
             )
         return self
 
+    def _check_alignment(self) -> None:
+        """What tokenizers that differ allow."""
+        if self.alignment == "tokens":
+            if self.loss.kind == "uld":
+                raise refused(
+                    "loss.kind",
+                    "uld takes no notice of which token is which, and here both models have the same",
+                    fix="set distil.loss.kind: forward_kl, or distil.alignment: text for other tokenizers",
+                )
+            return
+        if self.way == "on_policy":
+            raise refused(
+                "alignment",
+                "what the student samples is judged in its own tokens",
+                fix="set distil.way: logits, or take a teacher with the student's tokenizer",
+            )
+        if self.student.layers is not None:
+            raise refused(
+                "alignment",
+                "a student that is cut from its teacher has the teacher's tokens",
+                fix="leave out distil.alignment",
+            )
+
+    def _check_server(self) -> None:
+        """What a teacher behind a server can be asked for."""
+        if self.teacher.server is None:
+            return
+        if self.targets == "live" and self.way != "answers":
+            raise refused(
+                "targets",
+                "a teacher behind a server runs once, for the cache",
+                fix="set distil.targets: cache and distil.way: logits, or leave out distil.teacher.server",
+            )
+        if self.student.layers is not None:
+            raise refused(
+                "student.init",
+                "the teacher's layers are not here",
+                fix="set distil.student.init: model, or leave out distil.teacher.server",
+            )
+        if self.way == "logits" and {self.loss.temperature, *self.cache.temperatures} != {1.0}:
+            raise refused(
+                "loss.temperature" if self.loss.temperature != 1.0 else "cache.temperatures",
+                "a server's log-probabilities are those of temperature 1 only",
+                fix="set distil.loss.temperature: 1 and leave out distil.cache.temperatures, or run the teacher here",
+            )
+
 
 def check_distil_agrees(
-    model: ModelSection, adapter: AdapterSection, train: TrainSection, distil: DistilSection | None
+    model: ModelSection,
+    adapter: AdapterSection,
+    train: TrainSection,
+    distil: DistilSection | None,
+    *,
+    long_rows: str,
 ) -> None:
     """Raise, at the key to change, where method and section, or student and teacher, cannot be together."""
     if (train.method == "distil") != (distil is not None):
@@ -256,4 +278,10 @@ def check_distil_agrees(
             "adapter.start",
             "a student that is cut from its teacher starts from the teacher's weights",
             fix="leave out adapter.start, or set distil.student.init: model",
+        )
+    if distil.alignment == "text" and long_rows not in ("error", "drop"):
+        raise refused(
+            "data.long_rows",
+            f"a row that {long_rows} changes would be another one for the teacher",
+            fix="set data.long_rows: drop (or error), or distil.alignment: tokens",
         )

@@ -152,7 +152,7 @@ class Recipe(Section):
         check_preference_agrees(
             self.adapter, self.train, long_rows=self.data.long_rows, train_on=self.data.train_on
         )
-        check_distil_agrees(self.model, self.adapter, self.train, self.distil)
+        check_distil_agrees(self.model, self.adapter, self.train, self.distil, long_rows=self.data.long_rows)
         return self
 
 

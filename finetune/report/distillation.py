@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune.errors import UserError
 from finetune.report.numbers import NBSP, finite, grouped, share, significant, unit_of, words
-from finetune.report.read import Arm, Record, RunFiles, as_dict, as_list, as_text
+from finetune.report.read import Arm, Record, RunFiles, as_dict, as_list, as_text, read_run
 from finetune.report.tables import Cell, Table
 from finetune.units import format_count
 
@@ -42,7 +43,9 @@ def read_distillation(run: RunFiles) -> Distillation | None:
         gaps=(
             *(line for suite in run.suites for line in _gap_lines(run, suite)),
             *_cache_lines(run.teacher_cache),
+            *_alignment_lines(run.alignment),
             *(line for one in as_list(facts.get("generated")) for line in _generated_lines(as_dict(one))),
+            *_filter_lines(run, facts),
         ),
         teacher=_teacher_sentence(facts, teacher, student, licence),
         warnings=warnings,
@@ -97,7 +100,11 @@ def _size(one: Record, teacher: Record) -> Cell:
 
 def _latency(arm: Arm | None) -> Cell:
     seconds = finite(as_dict(arm.summary.get("latency_seconds")).get("p50")) if arm is not None else None
-    return Cell(None if seconds is None else f"{significant(seconds * 1000)}{NBSP}ms")
+    if seconds is None:
+        return Cell(None)
+    return Cell(
+        f"{significant(seconds)}{NBSP}s" if seconds >= 1 else f"{significant(seconds * 1000)}{NBSP}ms"
+    )
 
 
 def _gap_lines(run: RunFiles, suite: str) -> list[str]:
@@ -131,6 +138,67 @@ def _cache_lines(found: Record) -> list[str]:
     return [f"Teacher cache: top {k} of {targets} target tokens, {size} bytes each{held}"]
 
 
+def _alignment_lines(found: Record) -> list[str]:
+    """How far the tokens of two tokenizers meet, and what cannot be passed on where they do not."""
+    names = ("shared_tokens", "student_tokens", "teacher_tokens", "targets_one_to_one", "targets")
+    shared, own, other, alone, targets = (grouped(found.get(name)) for name in names)
+    count, of = finite(found.get("targets_one_to_one")), finite(found.get("targets"))
+    if shared is None or alone is None or count is None or not of:
+        return []
+    return [
+        f"Two tokenizers, aligned by text: {shared} tokens are both models' (the student has {own}, the teacher {other}); "
+        f"{alone} of {targets} targets ({share(count / of)}) lie one to one. Elsewhere only the text that comes is compared "
+        "beyond its first token, and what only one model can say counts as one outcome."
+    ]
+
+
+def _filter_lines(run: RunFiles, facts: Record) -> list[str]:
+    """What came of the same answers with the filter the other way round, where a run beside this one has learnt that."""
+    mine = _filters(facts)
+    lines = []
+    for folder in sorted(run.folder.parent.iterdir()) if mine else []:
+        if folder.name == run.folder.name or not (folder / "distillation.json").is_file():
+            continue
+        try:
+            other = read_run(folder)
+        except UserError:
+            continue
+        theirs = _filters(other.distillation)
+        if theirs.keys() != mine.keys() or any(theirs[key] == mine[key] for key in mine):
+            continue
+        if _but_for_the_data(other.recipe) != _but_for_the_data(run.recipe):
+            continue
+        lines += [_filter_line(run, other, suite, mine) for suite in run.suites if other.arm(suite, _AFTER)]
+    return lines
+
+
+def _filters(facts: Record) -> dict[str, bool]:
+    """Answers that rows were chosen from, by digest -> whether only what passed was kept."""
+    found = [as_dict(one) for one in as_list(facts.get("generated"))]
+    return {str(one["answers_of"]): one.get("filter") is not False for one in found if one.get("answers_of")}
+
+
+def _but_for_the_data(recipe: Record) -> Record:
+    """What a recipe says besides its name and the spec of its rows."""
+    rest = {key: value for key, value in recipe.items() if key not in ("name", "description", "data")}
+    return rest | {
+        "data": {key: value for key, value in as_dict(recipe.get("data")).items() if key != "spec"}
+    }
+
+
+def _filter_line(run: RunFiles, other: RunFiles, suite: str, mine: dict[str, bool]) -> str:
+    metric = run.primary_metric(suite) or ""
+    scores = {True: "unknown", False: "unknown"}
+    is_filtered = next(iter(mine.values()))
+    for files, kept in ((run, is_filtered), (other, not is_filtered)):
+        cell = _score(files.arm(suite, _AFTER), metric)
+        scores[kept] = " ".join(filter(None, (cell.value, cell.below))) or "unknown"
+    return (
+        f"{suite}, {words(metric)}: {scores[True]} with the filter, {scores[False]} without it (runs {run.folder.name} and "
+        f"{other.folder.name}; item by item: finetune eval run {run.folder.name} --baseline {other.folder.name})"
+    )
+
+
 _DIFFICULTIES = {
     "never": "none of the answers pass",
     "hard": "up to a third",
@@ -138,6 +206,14 @@ _DIFFICULTIES = {
     "easy": "more",
     "always": "all",
 }
+
+
+def _difficulty(words_for: str, counts: Record) -> str:
+    """'none of the answers pass 12', or 'up to a third 40 (21 % of their answers, 80 rows)'."""
+    prompts, rows = grouped(counts.get("prompts")), grouped(counts.get("rows") or 0)
+    passed, answers = finite(counts.get("passed")), finite(counts.get("answers"))
+    rate = f"{share(passed / answers)} of their answers, " if passed is not None and answers else ""
+    return f"{words_for} {prompts} ({rate}{rows} rows)"
 
 
 def _generated_lines(found: Record) -> list[str]:
@@ -148,7 +224,7 @@ def _generated_lines(found: Record) -> list[str]:
     use = "only they are learnt" if found.get("filter") is not False else "the filter is off: all are learnt"
     counts = as_dict(found.get("difficulty"))
     by = ", ".join(
-        f"{words_for} {grouped(as_dict(counts[name]).get('prompts'))}"
+        _difficulty(words_for, as_dict(counts[name]))
         for name, words_for in _DIFFICULTIES.items()
         if name in counts
     )

@@ -105,7 +105,12 @@ def test_parts_of_every_kind_say_where_they_are_from(made: DatasetBuild) -> None
     assert "| 1 | dataset who/what@abc of the Hugging Face hub | MIT |" in text
     assert "| 2 | sentence templates of Home Assistant, sampled | CC-BY-4.0 |" in text
     assert "| 2 | hassil | `3.13` |" in text
-    assert "| 3 | answers of the model some/model to the prompts of mine (by hand) | CC-BY-4.0 |" in text
+    row = "| 3 | answers of the model some/model to the prompts of mine (by hand) | CC-BY-4.0; terms of the model: "
+    assert row + "unknown: find out whether" in text
+    assert "unknown: ask whoever owns the sources" in text  # the licence of the prompts does not cover the answers
+    sources[2]["model_licence"] = "Apache-2.0"
+    text = card_of({**made.manifest, "source": {"kind": "several", "sources": sources}})
+    assert row + "Apache-2.0 |" in text and "unknown" not in text
     many = {"kind": "files", "files": {f"{n}.jsonl": "0" * 64 for n in range(60)}}
     assert "and 10 more" in card_of({**made.manifest, "source": many})
 

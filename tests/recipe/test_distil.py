@@ -59,6 +59,9 @@ eval:
         ("distil.way=on_policy", "'distil.targets': what the student will say cannot be cached"),
         ("distil.on_policy.share=0.5", "way logits samples nothing"),
         ("adapter.start=runs/other", "starts from the teacher's weights"),
+        ("distil.loss.kind=uld", "uld takes no notice of which token is which"),
+        ("distil.alignment=text", "a student that is cut from its teacher has the teacher's tokens"),
+        ("distil.teacher.server={url: 'http://localhost/v1', model: big}", "a run's model is here"),
     ],
 )
 def test_what_means_nothing_is_refused(faults: Faults, setting: str, message: str) -> None:
@@ -89,3 +92,53 @@ def test_a_licence_does_not_change_the_run_and_a_loss_does(write: Callable[..., 
     digest = recipe_digest(load_recipe(path))
     assert recipe_digest(load_recipe(path, ["distil.teacher.licence=MIT"])) == digest
     assert recipe_digest(load_recipe(path, ["distil.loss.temperature=2"])) != digest
+
+
+OTHER_TOKENS = VALID.replace("run: runs/home_intents_lora", "id: other").replace(
+    '  student: {init: "layers[0, 2]"}', "  alignment: text"
+)
+SERVED = OTHER_TOKENS.replace("id: other", "id: other, server: {url: http://localhost:8000/v1, model: big}")
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "message"),
+    [
+        (
+            OTHER_TOKENS,
+            "data.long_rows=split",
+            "a row that split changes would be another one for the teacher",
+        ),
+        (OTHER_TOKENS, "data.long_rows=truncate_prompt", "would be another one for the teacher"),
+        (OTHER_TOKENS, "distil.loss={kind: uld, beta: 0.5}", "uld has no mixture"),
+        (OTHER_TOKENS, "distil.way=answers", "way answers learns text"),
+        (SERVED, "distil.targets=live", "a teacher behind a server runs once, for the cache"),
+        (SERVED, "distil.loss.temperature=2", "log-probabilities are those of temperature 1 only"),
+        (SERVED, "distil.cache.temperatures=[1,2]", "log-probabilities are those of temperature 1 only"),
+        (SERVED, "distil.teacher.quantize=nf4", "the server decides how the teacher is held"),
+        (SERVED, "distil.teacher.adapter=there", "the server decides how the teacher is held"),
+        (SERVED, "distil.teacher.server.url=localhost", "must match the pattern"),
+    ],
+)
+def test_other_tokens_and_servers_cannot_be_asked_for_what_they_do_not_give(
+    faults: Faults, text: str, setting: str, message: str
+) -> None:
+    (fault,) = faults(text, setting)
+    assert message in fault.what
+
+
+def test_what_the_student_samples_is_judged_in_its_own_tokens(faults: Faults) -> None:
+    (fault,) = faults(OTHER_TOKENS, "distil.way=on_policy", "distil.targets=live")
+    assert "judged in its own tokens" in fault.what
+
+
+@pytest.mark.parametrize("setting", ["distil.loss.kind=uld", "distil.targets=live", "data.long_rows=drop"])
+def test_a_teacher_with_other_tokens_is_a_recipe(setting: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(OTHER_TOKENS)
+    assert load_recipe(str(path), [setting]).distil is not None
+
+
+def test_a_student_cut_from_a_served_teacher_is_refused(faults: Faults) -> None:
+    text = SERVED.replace("  alignment: text", '  student: {init: "layers[0, 2]"}')
+    (fault,) = faults(text)
+    assert "the teacher's layers are not here" in fault.what

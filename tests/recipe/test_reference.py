@@ -54,6 +54,9 @@ def test_the_json_schema_requires_nothing_that_a_base_can_bring() -> None:
         "model": {"required": ["id"]},
         "data": {"required": ["spec"]},
         "train": {"properties": {"samples": {"required": ["every_steps"]}}},
-        "distil": {"required": ["teacher"]},
+        "distil": {
+            "required": ["teacher"],
+            "properties": {"teacher": {"properties": {"server": {"required": ["url", "model"]}}}},
+        },
         "eval": {"required": ["suites"]},
     }

@@ -49,7 +49,8 @@ class AnsweredRow:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Records of the rows, and how many prompts of each difficulty there were, were kept, and gave a row."""
+    """Records of the rows, and of each difficulty how many prompts, answers and passed answers there were, and how many
+    prompts were kept and gave a row."""
 
     records: list[dict[str, Any]]
     prompts: dict[Difficulty, dict[str, int]] = field(default_factory=dict)
@@ -67,7 +68,8 @@ def select_rows(
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for one in answered:
         difficulty = one.difficulty
-        counts[difficulty]["prompts"] += 1
+        passed = sum(answer.passed for answer in one.answers)
+        counts[difficulty].update(prompts=1, answers=len(one.answers), passed=passed)
         if _drawn(seed, one.row.id) >= keep.difficulty.get(difficulty, 1.0):
             continue
         counts[difficulty]["kept"] += 1

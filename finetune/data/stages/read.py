@@ -70,6 +70,7 @@ class Input:
         elif isinstance(source, GeneratedSource):
             said["prompts"] = source.prompts
             said["model"] = source.model.id or source.model.run
+            said["model_licence"] = source.model.licence
         return {key: value for key, value in said.items() if value}
 
 

@@ -79,6 +79,11 @@ class TeacherCache:
 
     def top_k(self, rows: Sequence[int]) -> TopK:
         """The kept values of all targets of the rows at these places."""
+        if not rows:
+            k, n_temperatures = self.manifest.coding.k, len(self.manifest.coding.temperatures)
+            return TopK(
+                torch.zeros(0, k, dtype=torch.long), torch.zeros(0, k), torch.zeros(0, n_temperatures)
+            )
         pieces = [self._row(row) for row in rows]
         joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         return from_tensors(joined, self.manifest.coding)

@@ -10,6 +10,7 @@ Shapes: n target tokens · k kept tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ import torch
 from finetune.data.tokenise import TokenisedRow
 from finetune.distil.cache.coding import DTYPES, Coding, TopK, in_order
 from finetune.errors import UserError
+
+# How a server refuses a parameter that it does not know, or more log-probabilities than it was started for.
+_NOT_TAKEN = re.compile(r"answered (400|422)\b")
 
 
 class Server(Protocol):
@@ -67,17 +71,20 @@ class ServerSaying:
 
     def _ask(self, row: TokenisedRow, coding: Coding) -> list[list[tuple[int, float]]]:
         """For each target of a row its k most likely tokens with their log-probabilities, the largest first."""
-        found = self.server.post(
-            "completions",
-            {
-                "model": self.server.name,
-                "prompt": row.input_ids,
-                "max_tokens": 1,  # some servers refuse 0; the token is not used
-                "temperature": 0.0,
-                "prompt_logprobs": coding.k,
-            },
-            about=f"row {row.row_id}",
-        )
+        body = {
+            "model": self.server.name,
+            "prompt": row.input_ids,
+            "max_tokens": 1,  # some servers refuse 0; the token is not used
+            "temperature": 0.0,
+            "prompt_logprobs": coding.k,
+        }
+        try:
+            found = self.server.post("completions", body, about=f"row {row.row_id}")
+        except UserError as error:
+            said = error.faults[0].what
+            if not _NOT_TAKEN.search(said):
+                raise
+            raise self._without(said, row, coding) from None
         try:
             places = found["choices"][0]["prompt_logprobs"]
             if len(places) != len(row.input_ids):
@@ -85,12 +92,11 @@ class ServerSaying:
             spans = [place for first, last in row.spans() for place in range(first, last)]
             return [_most_likely(places[place], coding) for place in spans]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise self._without(found, row, coding) from None
+            raise self._without(json.dumps(found)[:300], row, coding) from None
 
-    def _without(self, found: dict[str, Any], row: TokenisedRow, coding: Coding) -> UserError:
+    def _without(self, said: str, row: TokenisedRow, coding: Coding) -> UserError:
         return UserError(
-            f"the server does not tell the {coding.k} most likely tokens of every place of a prompt: "
-            f"{json.dumps(found)[:300]}",
+            f"the server does not tell the {coding.k} most likely tokens of every place of a prompt: {said}",
             where=f"{self.server.url}, model {self.server.name}, row {row.row_id}",
             why="a cache is made of a completion's `prompt_logprobs` by token id",
             fix=f"serve the teacher with vLLM (`vllm serve … --max-logprobs {coding.k}`), lower distil.cache.k, or run the "

@@ -44,7 +44,8 @@ def test_passed_is_chosen_and_failed_is_rejected_and_the_prompt_keeps_its_group_
             "rejected": [{"role": "assistant", "content": "x"}],
         }
     ]
-    assert selection.prompts == {"medium": {"prompts": 1, "kept": 1, "with_rows": 1, "rows": 1}}
+    counts = {"prompts": 1, "answers": 2, "passed": 1, "kept": 1, "with_rows": 1, "rows": 1}
+    assert selection.prompts == {"medium": counts}
 
 
 def test_every_answer_is_used_once_before_any_is_used_again() -> None:

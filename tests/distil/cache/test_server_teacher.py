@@ -95,6 +95,22 @@ def test_a_server_without_log_probabilities_is_told_and_finished_shards_stay(
     assert fill(again, tmp_path).complete and len(again.asked) == 1
 
 
+def test_a_server_that_refuses_to_tell_is_told_apart_from_one_that_is_away(tmp_path: Path) -> None:
+    class Refusing(Server):
+        says = "answered 400: requested prompt logprobs of 6, which is greater than max allowed: 5"
+
+        def post(self, path: str, body: dict[str, Any], *, about: str = "") -> dict[str, Any]:
+            raise UserError(f"the server {self.says}", where="there", fix="check URL")
+
+    with pytest.raises(UserError, match=r"does not tell the 6 most likely tokens .* max allowed: 5") as told:
+        fill(Refusing(), tmp_path)
+    assert "--max-logprobs 6" in told.value.faults[0].fix
+    Refusing.says = "answered 503: busy"
+    with pytest.raises(UserError, match="the server answered 503") as told:
+        fill(Refusing(), tmp_path)
+    assert told.value.faults[0].fix == "check URL"
+
+
 def test_another_temperature_cannot_be_had_from_a_server(tmp_path: Path) -> None:
     server = Server()
     with pytest.raises(UserError, match="temperature 1 only"):
