@@ -97,7 +97,7 @@ def copy_companions(base: Path, adapter: Path, out: Path) -> None:
     """Copy tokenizer, chat template and generation configuration: the adapter's where it brings its own, else the base's."""
     source = adapter if has_tokenizer(adapter) else base
     _copy(source, out, TOKENIZER_FILES)
-    template_source = source if _has_template(source) else base
+    template_source = source if has_template(source) else base
     _copy(template_source, out, TEMPLATE_FILES)
     if (template_source / TEMPLATE_FOLDER).is_dir():
         shutil.copytree(template_source / TEMPLATE_FOLDER, out / TEMPLATE_FOLDER)
@@ -119,7 +119,8 @@ def companion_bytes(base: Path, adapter: Path) -> int:
     )
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
+    """Whether a tokenizer's folder brings a chat template, as a file or inside its configuration."""
     return any((folder / name).is_file() for name in TEMPLATE_FILES) or bool(
         _tokenizer_config(folder).get("chat_template")
     )
@@ -128,7 +129,7 @@ def _has_template(folder: Path) -> bool:
 def _inline_template(source: Path, out: Path) -> None:
     """Carry over a template that lies inside the base's tokenizer_config.json."""
     template = _tokenizer_config(source).get("chat_template")
-    if template and not _has_template(out):
+    if template and not has_template(out):
         config = _tokenizer_config(out) | {"chat_template": template}
         write_atomic(out / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.merge.adapter_file import is_adapter_folder
-from finetune.model.adapter_files import ADAPTER_WEIGHTS, ORIGIN_FILE, read_adapter_config
+from finetune.model.adapter_files import ORIGIN_FILE, read_adapter_config
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, resolve_model
 from finetune.paths import read_json
 from finetune.recipe.resolve import load_recipe
@@ -93,8 +93,8 @@ def _of_run(
             why="its training was not completed",
             fix="run the same recipe again: it continues where it stopped",
         )
-    manifest = read_json(run / "manifest.json") if (run / "manifest.json").is_file() else {}
-    _refuse_changed_adapter(run, adapter, manifest)
+    manifest = _manifest(run)
+    refuse_changed_weights(run, adapter)
     section = recipe.model
     source = resolve_model(
         base or section.id, None if base else section.revision, trust_remote_code=section.trust_remote_code
@@ -110,18 +110,26 @@ def _of_run(
     )
 
 
-def _refuse_changed_adapter(run: Path, adapter: Path, manifest: dict[str, Any]) -> None:
-    """The weights must be those the run trained and evaluated, where its manifest knows their digest."""
-    for stage in manifest.get("stages", {}).values():
-        recorded = stage.get("outputs", {}).get(f"adapter/{ADAPTER_WEIGHTS}")
-        weights = adapter / ADAPTER_WEIGHTS
-        if recorded and weights.is_file() and digest_file(weights) != recorded:
-            raise UserError(
-                f"{weights} is not the adapter that this run trained",
-                where=str(run / "manifest.json"),
-                why="its SHA-256 differs from the one recorded after training, so the run's evaluation is not about it",
-                fix=f"name the adapter folder itself to merge it all the same: {adapter}",
-            )
+def refuse_changed_weights(run: Path, folder: Path) -> None:
+    """The weights in `folder` of a run must be those it trained and evaluated, where its manifest knows their digests."""
+    for stage in _manifest(run).get("stages", {}).values():
+        for name, recorded in stage.get("outputs", {}).items():
+            weights = run / name
+            if weights.parent != folder or weights.suffix != ".safetensors" or not weights.is_file():
+                continue
+            if digest_file(weights) != recorded:
+                raise UserError(
+                    f"{weights} is not the {folder.name} that this run trained",
+                    where=str(run / "manifest.json"),
+                    why="its SHA-256 differs from the one recorded after training, so the run's evaluation is not about it",
+                    fix=f"name the folder itself to use it all the same: {folder}",
+                )
+
+
+def _manifest(run: Path) -> dict[str, Any]:
+    path = run / "manifest.json"
+    content: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return content
 
 
 def _recorded_digest(adapter: Path, named: str) -> str | None:

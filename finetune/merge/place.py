@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -62,14 +63,8 @@ def put_in_place(out: Path) -> Iterator[Path]:
     Folders of merges that were killed are removed first.
     """
     parent = out.absolute().parent
-    prefix = f".{out.absolute().name}.merging-"
     with disk_faults(out):
-        parent.mkdir(parents=True, exist_ok=True)
-        for stale in parent.glob(f"{prefix}*"):
-            process = stale.name.removeprefix(prefix).partition("-")[0]
-            if process.isdigit() and not _is_alive(int(process)):
-                shutil.rmtree(stale, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        folder = _folder_beside(out)
         try:
             yield folder
             folder.chmod(0o755)
@@ -79,6 +74,32 @@ def put_in_place(out: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+@contextmanager
+def file_in_place(out: Path) -> Iterator[Path]:
+    """Like `put_in_place` for a single file: a path of the same name in a folder beside `out`, gone when the block ends."""
+    with disk_faults(out):
+        folder = _folder_beside(out)
+        try:
+            yield folder / out.name
+            _sync(folder / out.name)
+            (folder / out.name).replace(out)
+            _sync(out.absolute().parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_beside(out: Path) -> Path:
+    """A new hidden folder of this process beside `out`; those of processes that were killed are removed."""
+    out = out.absolute()
+    prefix = f".{out.name}.merging-"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
+        process = stale.name.removeprefix(prefix).partition("-")[0]
+        if process.isdigit() and not _is_alive(int(process)):
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=out.parent))
 
 
 @contextmanager
@@ -129,8 +150,8 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -20,10 +20,9 @@ import torch
 
 from finetune.errors import UserError
 from finetune.merge.export.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
-from finetune.merge.place import refuse_small_disk
+from finetune.merge.place import file_in_place, refuse_small_disk
 from finetune.merge.proof import continue_greedily, distance, greedy_agreement, logits_at, make_probe
 from finetune.merge.shards import TensorFiles, open_model
-from finetune.paths import disk_faults
 
 GgufType = Literal["f16", "q8_0"]
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -75,19 +74,19 @@ def export_gguf(folder: Path, out: Path, *, type: GgufType = "f16", name: str | 
     if out.exists():
         raise UserError(f"{out} is there already", where="--out", fix="choose another name, or delete it")
     config = _config(folder)
-    aside = out.with_name(f".{out.name}.partial")
-    with open_model(folder) as tensors, disk_faults(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        refuse_small_disk(out.parent, tensors.n_bytes)
+    with open_model(folder) as tensors:
+        refuse_small_disk(out, _n_bytes(tensors, type))
         rows = tensors.entries["model.embed_tokens.weight"].shape[0]
         tokenizer = read_gguf_tokenizer(folder, rows)
-        try:
+        with file_in_place(out) as aside:
             _write(tensors, config, tokenizer, aside, type, name or folder.name)
-            proof = _prove(folder, aside, out, type, tokenizer)
-            aside.replace(out)
-        finally:
-            aside.unlink(missing_ok=True)
-    return proof
+            return _prove(folder, aside, out, type, tokenizer)
+
+
+def _n_bytes(tensors: TensorFiles, type: GgufType) -> int:
+    """About what the weights take in the file."""
+    per_element = 2.0 if type == "f16" else (_BLOCK + 2) / _BLOCK
+    return int(sum(entry.n_elements for entry in tensors.entries.values()) * per_element)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,23 @@ def test_turns_of_another_form_are_left_to_the_template(tmp_path: Path, make_tin
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     assert not write_modelfile(tmp_path / "Modelfile", Path("m.gguf"), tokenizer, context_tokens=256)
     assert "TEMPLATE" not in (tmp_path / "Modelfile").read_text()
+
+
+def test_the_remains_of_a_killed_export_are_cleared_away(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed cannot tidy up: the next one to write the same file does."""
+    folder, out = make(), tmp_path / "out" / "model.gguf"
+    killed, working = (
+        out.parent / ".model.gguf.merging-4194304-a",
+        out.parent / f".model.gguf.merging-{os.getpid()}-b",
+    )
+    for left in (killed, working):
+        left.mkdir(parents=True)
+        (left / "model.gguf").write_bytes(b"half")
+    monkeypatch.setattr("finetune.merge.export.gguf_file._prove", lambda *_: None)
+    export_gguf(folder, out)
+    assert not killed.exists()
+    assert working.exists()  # that of a process that lives is its own
+    assert out.stat().st_size > 1000
+    assert sorted(path.name for path in out.parent.iterdir()) == [working.name, out.name]
