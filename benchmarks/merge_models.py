@@ -1,9 +1,10 @@
 """Merging models beside mergekit: wall time, peak anonymous memory, and whether the results are equal.
 
-    python benchmarks/merge_models.py [--size 1.5GB] [--runs 3] [--methods slerp,ties] [--mergekit FOLDER]
+    python benchmarks/merge_models.py [--size 1.5GB] [--runs 5] [--methods slerp,ties] [--mergekit FOLDER]
 
 Synthetic Llama shapes, a base and two models, bf16. Every merge runs in a process of its own, from a mergekit file that
-both read; times leave out imports. `--mergekit` is a folder that mergekit was installed into (`pip install --target`).
+both read, ours and theirs in turn; times leave out imports. On a busy machine the seconds of the processors say more than
+those of the clock, and the load is printed. `--mergekit` is a folder that mergekit was installed into (`pip install --target`).
 Without mergekit its columns stay empty.
 """
 
@@ -46,7 +47,7 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 8192, 32_000
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="1.5GB")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--methods", default=",".join(CASES))
     parser.add_argument("--mergekit", type=Path, default=None)
     parser.add_argument("--folder", type=Path, default=None, help="where the models are made")
@@ -70,20 +71,29 @@ def report(folder: Path, options: argparse.Namespace) -> None:
         recipe = write_recipe(folder, method)
         n_models = 2 if method == "slerp" else 3
         limit = (n_models + 1) * sizes[0] / bandwidth
-        ours = measure("finetune", recipe, folder, options)
-        theirs = measure("mergekit", recipe, folder, options) if has_mergekit() else None
         own = recipe.with_name(f"{method}.own.yaml")
         own.write_text(json.dumps({"merge": 1, **json.loads(recipe.read_text())}))
-        paper = measure("finetune", own, folder, options) if method in ("ties", "dare_ties") else None
-        rows.append(line(method, ours, theirs, limit))
-        if paper is not None:
-            rows.append(line(f"{method}, dialect paper", paper, theirs, limit, method))
-    head = ["method", "finetune", "mergekit", "ratio", "goal", "of the limit", "peak anonymous", "mergekit's"]
+        jobs = {"ours": ("finetune", recipe)}
+        if has_mergekit():
+            jobs["theirs"] = ("mergekit", recipe)
+        if method in ("ties", "dare_ties"):
+            jobs["paper"] = ("finetune", own)
+        found = measure(jobs, folder, options)
+        rows.append(line(method, found["ours"], found.get("theirs"), limit))
+        if "paper" in found:
+            rows.append(line(f"{method}, dialect paper", found["paper"], found.get("theirs"), limit, method))
+        print(" | ".join(rows[-1]), flush=True)
+    head = [
+        "method", "finetune", "mergekit", "ratio", "goal", "of the limit", "processor seconds, theirs", "peak anonymous",
+        "mergekit's",
+    ]  # fmt: skip
     lines = [
         f"A base and two models of {format_bytes(sizes[0])}, bf16; median of {options.runs}. The limit is (models + 1) · size "
         f"over {format_bytes(bandwidth)}/s, the speed of copying a file. Peak anonymous memory is above the interpreter "
         "with everything imported; its goal is 0.5 GB. The time of finetune holds the proof: all bytes read back, and a "
-        "forward pass. Same recipe for both, so in the dialect `mergekit`, unless the row says otherwise.",
+        "forward pass. Same recipe for both, so in the dialect `mergekit`, unless the row says otherwise. Processes that "
+        f"wanted a core, on average of the last minutes: {os.getloadavg()[1]:.1f}, of which one merge is at most "
+        f"{os.cpu_count()}.",
         "",
         *table(head, rows),
     ]
@@ -118,6 +128,9 @@ def line(
         f"{ours['seconds'] / theirs['seconds']:.2f}" if theirs else "—",
         f"≤ {wanted}" if wanted else "",
         f"{ours['seconds'] / limit:.2f}",
+        f"{ours['processor_seconds']:.1f}, {theirs['processor_seconds']:.1f}"
+        if theirs
+        else f"{ours['processor_seconds']:.1f}",
         format_bytes(ours["peak_bytes"]),
         format_bytes(theirs["peak_bytes"]) if theirs else "—",
     ]
@@ -199,24 +212,39 @@ def copy_bandwidth(source: Path, target: Path) -> float:
     return 2 * source.stat().st_size / seconds
 
 
-def measure(tool: str, recipe: Path, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    found = []
+def measure(
+    jobs: dict[str, tuple[str, Path]], folder: Path, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Medians of each job, (tool, recipe); the jobs run in turn, so that what disturbs one disturbs all."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
     for _ in range(options.runs):
-        out = folder / "out"
-        command = [sys.executable, __file__, "--one", tool, str(recipe), str(out)]
-        if options.mergekit is not None:
-            command += ["--mergekit", str(options.mergekit)]
-        answer = subprocess.run(command, check=True, capture_output=True, text=True)
-        found.append(json.loads(answer.stdout.splitlines()[-1]))
-        shutil.rmtree(out)
+        for name, (tool, recipe) in jobs.items():
+            found[name].append(run_alone(tool, recipe, folder / "out", options))
     return {
-        "seconds": statistics.median(run["seconds"] for run in found),
-        "peak_bytes": max(run["peak_bytes"] for run in found),
+        name: {
+            "seconds": statistics.median(run["seconds"] for run in runs),
+            "processor_seconds": statistics.median(run["processor_seconds"] for run in runs),
+            "peak_bytes": max(run["peak_bytes"] for run in runs),
+        }
+        for name, runs in found.items()
     }
 
 
+def run_alone(tool: str, recipe: Path, out: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One merge in a process of its own."""
+    command = [sys.executable, __file__, "--one", tool, str(recipe), str(out)]
+    if options.mergekit is not None:
+        command += ["--mergekit", str(options.mergekit)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(out)
+    measured: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    return measured
+
+
 def merge_once(tool: str, recipe: str, out: str) -> dict[str, float]:
-    """One merge in this process; seconds, and the largest anonymous memory above what was there before."""
+    """One merge in this process: seconds by the clock and of the processors, and the largest anonymous memory above what
+    was there before.
+    """
     merge = prepare_ours(recipe, out) if tool == "finetune" else prepare_mergekit(recipe, out)
     before = anonymous_bytes()
     peak, done = [before], threading.Event()
@@ -227,12 +255,12 @@ def merge_once(tool: str, recipe: str, out: str) -> dict[str, float]:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     merge()
-    seconds = time.perf_counter() - start
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - busy
     done.set()
     watcher.join()
-    return {"seconds": seconds, "peak_bytes": peak[0] - before}
+    return {"seconds": seconds, "processor_seconds": processor_seconds, "peak_bytes": peak[0] - before}
 
 
 def prepare_ours(recipe: str, out: str) -> Callable[[], object]:

@@ -106,11 +106,31 @@ def _dry_run(loaded: LoadedMerge, out: Path, threads: int | None, as_json: bool)
 
 
 def _screen(out: Path, done: ModelMerge) -> str:
-    facts = done.facts()
-    width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
+    """What was made, that it is whole, and that nobody has asked it anything yet."""
+    from finetune.units import format_bytes, format_count
+
+    names = [str(model["id"]) for model in done.models]
+    whole = "every byte was read back, and it equals none of its models"
+    if done.largest_logit is not None:
+        whole = f"transformers loads it and it computes; {whole}"
+    lines = [
+        f"{len(names)} models merged by {done.method} (dialect {done.dialect}): {', '.join(names)}",
+        f"The merged model is whole: {whole}.",
+        f"  {format_count(done.n_parameters)} parameters in {done.n_tensors} tensors, {', '.join(done.dtypes)}, "
+        f"{format_bytes(done.written_bytes)}.",
+    ]
+    if done.n_vocabulary is not None:
+        lines.append(f"  {done.n_vocabulary} rows of the vocabulary, matched by token.")
+    if done.shards_reused:
+        lines.append(f"  {done.shards_reused} shards were there already, of an interrupted merge.")
     if done.diagnostics:
         lines += ["", f"{'diagnostics':<16} {'mean':>8} {'worst':>8}  tensor"]
         for name, row in done.diagnostics.items():
             lines.append(f"{name:<16} {row['mean']:>8.3f} {row['worst']:>8.3f}  {row['tensor']}")
-    return "\n".join([*lines, f"merged and proven in {done.seconds:.0f} s: {out}"])
+        lines.append("")
+    lines += [
+        "Whether it answers well is not known yet. Ask it, beside a model it was made of:",
+        f"  finetune eval model {out} --suite SUITE --against {names[-1]}",
+        f"merged and proven in {done.seconds:.0f} s: {out}",
+    ]
+    return "\n".join(lines)

@@ -88,8 +88,54 @@ class MergeProof:
                 f"{self.n_targets - self.n_targets_changed} of {self.n_targets} adapted tensors equal the base's"
             )
 
+    def in_words(self) -> list[str]:
+        """For the last screen: whether the merge is good, and by what that is known. Figures stand in `facts`."""
+        how = f"After the same {self.n_prompts} prompts both would say the same next token in {_of(self.greedy_identical, self.greedy_tokens)} places"
+        lines = [
+            f"The merge is {self._judged()}: it answers like {self.base} with its adapter ({self.kind}).",
+            f"  {how}.",
+        ]
+        share = self.mean_kl / self.effect_kl if self.effect_kl > 0 else 0.0
+        if self.noise_floor_kl is None:
+            lines.append(
+                f"  Scores of tokens differ by at most {self.max_logit_difference:.0e} ({FP32_TOLERANCE:.0e} is permitted)."
+            )
+        else:
+            times = self.mean_kl / self.noise_floor_kl if self.noise_floor_kl > 0 else 0.0
+            lines.append(
+                f"  What still differs is {_percent(share)} of what the tuning changed: {times:.1f} times what computing in "
+                f"bf16 does by itself ({NOISE_FACTOR:g} times is permitted)."
+            )
+        lines.append(
+            f"  {_percent(1 - self.delta_lost)} of the change of the weights is kept in {self.dtype}."
+        )
+        if self.drift:
+            lines += self._drift_in_words()
+        return lines
+
+    def _judged(self) -> str:
+        if self.onto == "original" and self.quantize != "none":
+            return "as asked, on the original base, which is not the one it was trained on"
+        return "good, with a reservation below" if self.hints else "good"
+
+    def _drift_in_words(self) -> list[str]:
+        """How far both possible merges of a quantized training are from what was trained, as shares of the tuning."""
+        bases = {
+            "dequantised": f"the base as its {self.quantize} codes decode",
+            "original": "the original base",
+        }
+        told = [
+            f"{'merged' if name == self.onto else 'it would be, merged'} onto {bases[name]}, "
+            f"{_percent(drift / self.effect_kl if self.effect_kl > 0 else 0.0)} (KL {drift:.1e})"
+            for name, drift in sorted(self.drift.items(), key=lambda entry: entry[0] != self.onto)
+        ]
+        return [
+            f"  The adapter was trained on {self.quantize} weights. Distance to that model, beside the tuning's own effect: "
+            f"{'; '.join(told)}."
+        ]
+
     def facts(self) -> dict[str, str]:
-        """The record in words, for the model card and the screen."""
+        """The figures, for the model card."""
         facts = {
             "Base": f"{self.base} (content {self.base_digest[:12]})",
             "Adapter": f"{self.kind} (weights {self.adapter_sha256[:12]})",
@@ -112,6 +158,17 @@ class MergeProof:
             for onto, drift in self.drift.items():
                 facts[f"KL from the trained model, {onto} base"] = f"{drift:.2e}"
         return facts
+
+
+def _percent(share: float) -> str:
+    """Never '100 %' or '0 %' of what is not all or nothing."""
+    if 0.9995 <= share < 1:
+        return "more than 99.9 %"
+    return "less than 0.1 %" if 0 < share < 0.001 else f"{share:.1%}".replace("%", " %").replace(".0 %", " %")
+
+
+def _of(part: int, whole: int) -> str:
+    return f"all {whole}" if part == whole else f"{part} of {whole}"
 
 
 def measure(

@@ -8,6 +8,7 @@ which looks at shape, dtype and device sees nothing unusual.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -79,12 +80,12 @@ class StreamedModel:
 
     def attach_hooks(self) -> None:
         """Make each module read its weights when it runs. An adapter's wrapper reads those of the layer it wraps."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
+        # A model that PEFT has wrapped has imported it; for any other model its second and a half would be wasted.
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        kind = getattr(tuners, "BaseTunerLayer", ())
         wrapped: set[nn.Module] = set()
         for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer) and module not in wrapped:
-                assert isinstance(module, nn.Module)
+            if isinstance(module, kind) and module not in wrapped:
                 wrapped.update(module.modules())
                 self._hook(module, self._streamed(module, recurse=True))
         for module in self.model.modules():

@@ -59,6 +59,8 @@ def test_a_merge_writes_model_recipe_report_and_card(folders: tuple[str, str, st
         "merge/soup", "--base", base, "--model", one, "--model", two, "--out", str(out), "--diagnostics"
     )
     assert "merged and proven in" in answer.stdout
+    assert "The merged model is whole" in answer.stdout
+    assert f"finetune eval model {out} --suite SUITE --against {two}" in answer.stdout
     assert "sign_conflict" in answer.stdout
     names = {path.name for path in out.iterdir()}
     assert names >= {

@@ -79,25 +79,36 @@ def fuse_elected(
     total = deltas[0].clone()
     for delta in deltas[1:]:
         total.add_(delta)
-    positive = total > 0 if majority < 0 else total >= 0
-    # `total` is reused: from here on it holds +1 and −1.
-    sign = total.copy_(positive).mul_(2).sub_(1)
+    sign = _signs(total, majority)
     fused: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
     for delta, weight in zip(deltas, weights, strict=True):
-        agrees = delta.mul(sign) > 0
-        delta.mul_(agrees)
-        if unweighted:
-            delta.mul_(weight)
-        fused = delta if fused is None else fused.add_(delta)
+        # What agrees is positive here; masks of truth values would cost more than all the rest.
+        agreeing = delta.mul_(sign).clamp_(min=0)
         if divide:
-            share = agrees.float()
+            share = agreeing.sign()
             share.mul_({"mergekit": weight, "paper": abs(weight), "peft": 1.0}[dialect])
             divisor = share if divisor is None else divisor.add_(share)
+        if unweighted:
+            agreeing.mul_(weight)
+        fused = agreeing if fused is None else fused.add_(agreeing)
     assert fused is not None
     if divisor is not None:
-        fused.div_(divisor.masked_fill_(divisor == 0, 1.0))
-    return fused
+        fused.div_(_nonzero(divisor, all(weight >= 0 for weight in weights)))
+    return fused.mul_(sign)
+
+
+def _signs(total: torch.Tensor, majority: float) -> torch.Tensor:
+    """±1 in the memory of `total`; the majority's sign where it is zero. (−0 + 0 = 0, and copysign tells ±0 apart.)"""
+    one = torch.ones(())
+    if majority < 0:
+        return torch.copysign(one, total.neg_().add_(0.0), out=total).neg_()
+    return torch.copysign(one, total.add_(0.0), out=total)
+
+
+def _nonzero(divisor: torch.Tensor, positive: bool) -> torch.Tensor:
+    """Zeros, where nothing agrees and nothing is to be divided, become another number."""
+    return divisor.clamp_(min=1e-37) if positive else divisor.masked_fill_(divisor == 0, 1.0)
 
 
 def _weighted_sum(deltas: list[torch.Tensor], weights: list[float]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from finetune.merge.methods.chunk import Blend, Chunk, Chunks, Settings
 from finetune.merge.methods.deltas import Sparsify, fuse_deltas
@@ -78,6 +79,13 @@ def breadcrumbs_ties(chunks: Chunks, settings: Settings) -> Blend:
     return fuse_deltas(chunks, settings, sparsify=sparsify, elect=True, match_l1=match)
 
 
+def keep_from(delta: torch.Tensor, threshold: float) -> torch.Tensor:
+    """A copy with every element of a magnitude below `threshold` set to zero; NaN stays."""
+    # hardshrink keeps what is larger than its limit, in one pass: the limit is the next smaller fp32 number.
+    limit = torch.nextafter(torch.tensor(threshold, dtype=torch.float32), torch.tensor(0.0))
+    return functional.hardshrink(delta, float(limit))
+
+
 def _magnitudes(chunk: Chunk) -> list[torch.Tensor]:
     return [delta.abs_() for delta in chunk.deltas()]
 
@@ -94,7 +102,7 @@ def _trim(chunks: Chunks, settings: Settings) -> Sparsify | None:
 
     def sparsify(i: int, delta: torch.Tensor, offset: int) -> torch.Tensor:
         threshold = thresholds[i]
-        return delta if threshold <= 0 else delta.mul_(delta.abs() >= threshold)
+        return delta if threshold <= 0 else keep_from(delta, threshold)
 
     return sparsify
 
@@ -116,8 +124,9 @@ def _band(chunks: Chunks, settings: Settings) -> Sparsify | None:
         if not limits[i]:
             return delta.zero_()
         low, high = limits[i]
-        size = delta.abs()
-        return delta.mul_((size >= low) & (size <= high))
+        kept = keep_from(delta, low)
+        # What is larger than `high` is left by the second cut, and taken away.
+        return kept.sub_(functional.hardshrink(kept, high))
 
     return sparsify
 
@@ -131,7 +140,7 @@ def _drop(settings: Settings) -> tuple[Sparsify, bool]:
         density = settings.density[i]
         if density >= 1:
             return delta
-        delta.mul_(below(settings.streams[i], offset, delta.shape, density))
+        delta.mul_(below(settings.streams[i], offset, delta.shape, density).float())
         return delta.div_(density) if divide and density > 0 else delta
 
     return sparsify, match
@@ -153,7 +162,7 @@ def _rank_drop(settings: Settings) -> tuple[Sparsify, bool]:
         ramp = torch.arange(n, dtype=torch.float32).div_(max(n - 1, 1))
         ranks = torch.empty_like(rows).scatter_(1, order, ramp.expand_as(rows))
         probability = ranks.mul_(2 * epsilon).add_(density - epsilon).reshape(delta.shape)
-        delta.mul_(uniform(settings.streams[i], offset, delta.shape) < probability)
+        delta.mul_((uniform(settings.streams[i], offset, delta.shape) < probability).float())
         return delta.div_(probability) if divide else delta
 
     return sparsify, match
