@@ -256,9 +256,14 @@ def _numbers(text: str) -> list[float]:
 
 
 def _screen(out: Path, proof: MergeProof) -> str:
-    """The figures, one a line, then advice, then where the model is."""
-    facts = proof.facts()
-    width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
-    lines += [f"hint: {hint}" for hint in proof.hints]
-    return "\n".join([*lines, f"merged and proven in {proof.seconds:.0f} s: {out}"])
+    """Whether the merge is good, in words; advice; where the model is, and where the figures are."""
+    from finetune.merge.adapter import PROOF_FILE
+    from finetune.units import format_bytes
+
+    return "\n".join(
+        [
+            *proof.in_words(),
+            *(f"hint: {hint}" for hint in proof.hints),
+            f"merged and proven in {proof.seconds:.0f} s: {out} ({format_bytes(proof.n_bytes)}; all figures: {PROOF_FILE})",
+        ]
+    )

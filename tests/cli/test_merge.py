@@ -33,16 +33,17 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["merge", "adapter", *map(str, arguments)])
 
 
-def test_the_figures_are_printed_and_the_model_loads(tmp_path: Path, tuned: Path) -> None:
+def test_the_screen_says_in_words_that_the_merge_is_good_and_the_model_loads(tmp_path: Path, tuned: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = run(tuned, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     for word in (
-        "Largest logit difference",
-        "Mean KL",
-        "noise of bf16",
-        "Identical greedy tokens",
+        "The merge is good",
+        "would say the same next token in",
+        "of what the tuning changed",
+        "does by itself (3 times is permitted)",
+        "merge_proof.json",
         "merged and proven",
     ):
         assert word in result.stdout
@@ -62,8 +63,8 @@ def test_json_holds_the_whole_proof(tmp_path: Path, tuned: Path) -> None:
 def test_quantized_training_prints_both_drifts(tmp_path: Path, tuned: Path) -> None:
     result = run(tuned, "--out", tmp_path / "out", "--quantize", "nf4")
     assert result.exit_code == 0, result.output
-    assert "KL from the trained model, dequantised base" in result.stdout
-    assert "KL from the trained model, original base" in result.stdout
+    assert "trained on nf4 weights" in result.stdout
+    assert result.stdout.count("(KL ") == 2  # merged onto the decoded base, and onto the original one
 
 
 def test_a_used_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
