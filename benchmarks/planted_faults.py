@@ -12,6 +12,7 @@ from planted_runs import ANY, COPY, IGNORED, N_RARE, RARE, Plan, Rows
 from torch import Tensor
 
 SIZES = ((16, 2), (24, 2), (32, 1), (32, 2))  # width, layers
+N_PROMPT = 4  # content tokens of a prompt
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def healthy_plan(seed: int) -> Plan:
         seed=seed,
         width=width,
         layers=layers,
-        n_content=4,
+        n_content=N_PROMPT,
         batch=batch,
         n_rows=max(round(steps * batch / passes), 256),
         steps=steps,
@@ -53,7 +54,8 @@ def _nothing(plan: Plan, draw: np.random.Generator) -> None:
 
 def _plateau(plan: Plan, draw: np.random.Generator) -> None:
     """The rate stays near zero for the first third or more: a warm-up that is far too long."""
-    plan.steps = max(plan.steps, 90)
+    plan.steps = max(plan.steps, 110)
+    plan.schedule = str(draw.choice(["constant", "wsd"]))  # others have little rate left when it begins
     start = int(plan.steps * draw.uniform(0.3, 0.55))
     plan.warmup_share, plan.noise = 0.0, min(plan.noise, 0.15)
     plan.tasks = (2,)
@@ -118,8 +120,8 @@ def _divergence(plan: Plan, draw: np.random.Generator) -> None:
 def _overfitting(plan: Plan, draw: np.random.Generator) -> None:
     """Few rows, many passes, and answers that hold some chance to learn by heart."""
     plan.steps, plan.batch = max(plan.steps, 100), 8
-    plan.n_rows = int(draw.choice([16, 24, 32, 48]))
-    plan.noise, plan.rate = float(draw.uniform(0.15, 0.4)), max(plan.rate, 5e-3)
+    plan.n_rows = int(draw.choice([12, 16, 24, 32]))  # too few to see the rule behind the answers
+    plan.noise, plan.rate = float(draw.uniform(0.2, 0.4)), max(plan.rate, 5e-3)
     plan.schedule = str(draw.choice(["constant", "cosine"]))
 
 

@@ -10,14 +10,16 @@ the content after the task token `COPY`, and to answer with any content tokens a
 
 What is emulated, and how:
 - fp16: computed in fp32; the scaled gradients are rounded to fp16 and looked at for infinities, as a loss scaler does.
-- a leak of throughput is real work that grows with the step. Speed is taken over the process's CPU time, so that other
-  jobs on the machine do not disturb it.
+- a leak of throughput is real work that grows with the step. Speed is taken over the process's CPU time, and in units of a
+  fixed piece of work that is timed beside every step: other jobs on the machine, which slow both, do not disturb it.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,6 +46,7 @@ VOCABULARY = RARE + N_RARE
 COPY, ANY = 0, 1
 IGNORED = -100
 _FP16_MAX = 65504.0
+_YARDSTICK_STEPS = 7  # whose median tells how fast the machine is just now
 _FIRST_SCALE = 65536.0
 
 
@@ -187,6 +190,7 @@ def run(plan: Plan, events: Path) -> None:
     log, watch, order = EventLog(events), UpdateWatch(), _order(plan)
     scaler = _Scaler() if plan.fp16 else None
     total_tokens = total_targets = 0
+    yardstick = _Yardstick()
     clock = time.process_time()
     for step in range(1, steps + 1):
         places = order[(step - 1) * plan.batch : step * plan.batch]
@@ -209,8 +213,8 @@ def run(plan: Plan, events: Path) -> None:
             plan.extra_work(step)
         total_tokens += tokens.numel()
         total_targets += int((labels[:, 1:] != IGNORED).sum())
-        now = time.process_time()
-        seconds, clock = max(now - clock, 1e-9), now
+        seconds = max(time.process_time() - clock, 1e-9) * yardstick.machine_speed()
+        clock = time.process_time()
         log.write(
             "step",
             step=step,
@@ -233,6 +237,29 @@ def run(plan: Plan, events: Path) -> None:
                 value = float(mean_loss(model, validation.tokens, validation.labels))
             log.write("validation", step=step, loss=value)
             clock = time.process_time()
+
+
+class _Yardstick:
+    """A fixed piece of work of a step's kind: how fast the machine is, against when the run began."""
+
+    def __init__(self) -> None:
+        self._model = new_model(16, 1, 0)
+        self._tokens = torch.arange(96).view(8, 12) % VOCABULARY
+        for _ in range(3):
+            self._seconds()  # the first ones pay for what is set up once
+        self._last = deque([self._seconds() for _ in range(_YARDSTICK_STEPS)], maxlen=_YARDSTICK_STEPS)
+        self._first = statistics.median(self._last)
+
+    def _seconds(self) -> float:
+        start = time.process_time()
+        loss = mean_loss(self._model, self._tokens, self._tokens)
+        loss.backward()
+        return time.process_time() - start
+
+    def machine_speed(self) -> float:
+        """1.0 as at the beginning, 0.5 when the same work takes twice as long."""
+        self._last.append(self._seconds())
+        return self._first / statistics.median(self._last)
 
 
 def _model(plan: Plan) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from finetune.doctor.diagnosis.curve import Curve
+from finetune.doctor.diagnosis.curve import Curve, FloatArray
 from finetune.doctor.diagnosis.finding import Diagnosis
 
 _SEARCH_STEPS = 7  # of a loss scale that starts at 65,536 and is halved: normal
@@ -14,6 +14,10 @@ _LEAST_STEPS = 40
 _BINS = 8
 _LEAST_DECLINE = 0.15
 _LEAST_TAU = 0.7
+_MOST_IN_ONE_STEP = 0.6
+_LEAST_SHARE_OF_A_HALF = (
+    0.2  # of the growth of a step's time: what grows with every step grows in both halves
+)
 
 
 def find_overflow(curve: Curve) -> Diagnosis | None:
@@ -47,19 +51,14 @@ def find_overflow(curve: Curve) -> Diagnosis | None:
 def find_leak(curve: Curve) -> Diagnosis | None:
     """Tokens a second that fall slowly and steadily over the whole run: not one slow stretch, which another job explains."""
     speed = curve.speed[3:]
-    speed = speed[np.isfinite(speed)]
+    speed = speed[np.isfinite(speed) & (speed > 0)]
     if len(speed) < _LEAST_STEPS:
         return None
     medians = np.asarray([np.median(part) for part in np.array_split(speed, _BINS)])
     decline = 1.0 - float(medians[-2:].mean() / medians[:2].mean())
     signs = [np.sign(later - earlier) for i, earlier in enumerate(medians) for later in medians[i + 1 :]]
     tau = float(np.mean(signs))
-    # Half of the decline must lie outside the largest single drop, or it is one event and not a leak.
-    drops = -np.diff(medians)
-    is_slow = (
-        float(drops.max()) < 0.6 * float(medians[0] - medians[-1]) if medians[0] > medians[-1] else False
-    )
-    if decline < _LEAST_DECLINE or tau > -_LEAST_TAU or not is_slow:
+    if decline < _LEAST_DECLINE or tau > -_LEAST_TAU or not _grows_throughout(medians):
         return None
     return Diagnosis(
         "throughput_leak",
@@ -73,3 +72,18 @@ def find_leak(curve: Curve) -> Diagnosis | None:
         }
         | {"decline": round(decline, 3)},
     )
+
+
+def _grows_throughout(speeds: FloatArray) -> bool:
+    """Whether the time of a token grows in both halves of the run, and no single step of it makes most of the growth:
+    otherwise it is one event, such as another job that began, and not a leak."""
+    times = 1.0 / speeds
+    growth = float(times[-1] - times[0])
+    first, middle, last = (
+        float(part.mean()) for part in (times[:2], times[_BINS // 2 - 1 : _BINS // 2 + 1], times[-2:])
+    )
+    if growth <= 0 or last <= first:
+        return False
+    is_slow = float(np.diff(times).max()) < _MOST_IN_ONE_STEP * growth
+    share = (middle - first) / (last - first)
+    return is_slow and _LEAST_SHARE_OF_A_HALF <= share <= 1.0 - _LEAST_SHARE_OF_A_HALF

@@ -15,6 +15,8 @@ from finetune.telemetry.divergence import first_divergence
 
 _STRONG = 6.0  # standard deviations above the curve
 _WEAK = 2.0  # enough where the worst row is one that was so before
+_SLIGHT = 1.0  # enough where, besides, that row lies very far from all others
+_FAR, _VERY_FAR = 4.0, 8.0  # standard deviations of a step's worst row above those of the steps around it
 _LEAST_SHARE_OF_LEVEL = 0.3
 _LEAST_SHARE_OF_START = 0.12
 _HUGE_UPDATE = 0.1  # of the weights' norm in one step: nothing that was learned survives ten of them
@@ -59,9 +61,12 @@ def find_recurring(curve: Curve) -> Diagnosis | None:
         return None
     found = heights(curve)
     start = float(np.median(found.level[:5]))
-    high = (found.sigmas > _WEAK) & (found.above > np.maximum(0.1 * found.level, 0.04 * start))
+    rows_above = _departures(curve.worst_row_loss)
+    high = ((found.sigmas > _WEAK) & (rows_above > _FAR)) | (
+        (found.sigmas > _SLIGHT) & (rows_above > _VERY_FAR)
+    )
+    high &= found.above > np.maximum(0.1 * found.level, 0.04 * start)
     high[: curve.spans(0.06, 5)] = False  # the steep beginning hides spikes
-    high &= _are_outliers(curve.worst_row_loss)
     hits: dict[str, list[int]] = defaultdict(list)
     for place in np.flatnonzero(high):
         hits[curve.worst_row[place]].append(int(place))
@@ -78,19 +83,21 @@ def find_recurring(curve: Curve) -> Diagnosis | None:
         "warning",
         f"the loss jumps by {rise:.2g} nats at {len(steps)} steps, and each time {which} is in the batch, with a loss of {worst:.3g}",
         "read these rows: wrong language, broken encoding, cut answers, or text that no model can foresee. Remove or repair "
-        "them in the dataset spec, or train with train.on_divergence: rewind and its remedy skip_rows",
+        "them in the dataset's source, and train again",
         {"spikes": len(steps), "median_rise_nats": round(rise, 4), "median_loss_of_rows": round(worst, 4)},
         steps,
         rows,
     )
 
 
-def _are_outliers(losses: FloatArray) -> NDArray[np.bool_]:
-    """Whether each step's worst row lies far above the worst rows of the steps around it."""
+def _departures(losses: FloatArray) -> FloatArray:
+    """How far each step's worst row lies above the worst rows of the steps around it, in standard deviations; 0 where it is
+    not a third above them."""
     known = np.where(np.isfinite(losses), losses, np.nanmedian(losses) if np.isfinite(losses).any() else 0.0)
     level = running_median(known, min(max(len(known) // 4, 15), 101) // 2 * 2 + 1)
     above = known - level
-    return np.asarray(above > np.maximum(4.0 * spread(above), 0.3 * level))
+    noise = max(spread(above), 1e-9)
+    return np.asarray(np.where(above > 0.3 * level, above / noise, 0.0), dtype=np.float64)
 
 
 def find_spike(curve: Curve) -> Diagnosis | None:

@@ -255,3 +255,38 @@ def test_a_long_run_is_read_in_bounded_memory_and_its_spike_found(make_events: M
     )
     (spike,) = [one for one in diagnose(events) if one.is_alarm]
     assert spike.shape == "spike" and spike.steps == (30_000,)
+
+
+def test_a_row_that_lies_very_far_out_recurs_even_where_the_loss_rises_little(make_events: Make) -> None:
+    """In a large batch one broken row moves the step's loss by hardly more than its noise; its own loss tells."""
+
+    def events(row_loss: float) -> Events:
+        bad = {30: 0.9, 75: 0.18}
+        return make_events(
+            lambda step: falling(step) + bad.get(step, 0.0),
+            noise=0.08,
+            worst_row=lambda step: "poison" if step in bad else f"row-{step % 30}",
+            worst_row_loss=lambda step: row_loss if step in bad else 3.0 + 0.1 * (step % 7),
+        )
+
+    found = diagnose(events(12.0))
+    assert found[0].shape == "recurring_spikes" and found[0].rows == ("poison",)
+    assert "recurring_spikes" not in {one.shape for one in diagnose(events(4.2))}
+
+
+def test_speed_that_falls_in_one_half_of_the_run_is_no_leak(make_events: Make) -> None:
+    """Another job began: slowly for a third of the run, and then no more."""
+    slower = make_events(falling, tokens_per_second=lambda step: 1000.0 / (1 + 0.4 * min(step / 45, 1.0)))
+    assert first_shape(slower) == "healthy"
+
+
+def test_a_rate_too_low_names_the_run_before_rows_that_recur(make_events: Make) -> None:
+    """Where nothing is learned, hard rows stay the worst ones."""
+    bad = {22, 55, 88}
+    events = make_events(
+        lambda step: 2.4 + (1.5 if step in bad else 0.0),
+        update_ratio=5e-6,
+        worst_row=lambda step: "hard" if step in bad else f"row-{step % 30}",
+        worst_row_loss=lambda step: 9.0 if step in bad else 3.0 + 0.1 * (step % 7),
+    )
+    assert [one.shape for one in diagnose(events)] == ["rate_too_low", "recurring_spikes"]
