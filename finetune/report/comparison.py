@@ -40,6 +40,12 @@ _JUDGEMENTS = {
     "inconclusive": Judgement("Inconclusive", "unsure", "question"),
 }
 UNJUDGED = Judgement("No verdict yet", "neutral", "pause")
+# A student is measured against its teacher to see what is left, not to have lost anything.
+_BESIDE_TEACHER = {
+    "improved": Judgement("Above the teacher", "good", "up"),
+    "regressed": Judgement("Below the teacher", "neutral", "down"),
+}
+_TEACHER = "teacher"
 
 
 def judgement(verdict: object) -> Judgement:
@@ -78,7 +84,10 @@ class Comparison:
             and self.record.get("verdict") != "improved"
         ):
             return judgement("pass")
-        return judgement(self.record.get("verdict"))
+        verdict = self.record.get("verdict")
+        if self.text("baseline") == _TEACHER and verdict in _BESIDE_TEACHER:
+            return _BESIDE_TEACHER[verdict]
+        return judgement(verdict)
 
     @property
     def lower_is_better(self) -> bool:
@@ -163,6 +172,8 @@ class Comparison:
             return f"{subject} against {against}: no difference recorded ({self.in_brackets()})"
         if amount == 0:
             return f"{subject} did not change against {against} ({self.in_brackets()})"
+        if self.judged in _BESIDE_TEACHER.values():
+            return f"{subject} is {self.unit.size(amount)} {'above' if amount > 0 else 'below'} {against} ({self.in_brackets()})"
         change = f"{'rose' if amount > 0 else 'fell'} by {self.unit.size(amount)}"
         if self.judged.style not in ("good", "bad"):  # not shown to be a rise or a fall
             change = f"moved by {self.difference}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.paths import write_atomic
+from finetune.recipe.adapter_section import VIRTUAL_TOKENS
 from finetune.report.accounts import read_ledger, read_memory, read_provenance, summary_of
 from finetune.report.answers import read_answers
 from finetune.report.checks import read_checks
@@ -81,6 +82,8 @@ def _heading(run: RunFiles) -> list[tuple[str, str]]:
     """What was tuned and how, in the words of the recipe; keys that the recipe lacks are left out."""
     names = {"model.id": "model", "adapter.kind": "adapter", "adapter.rank": "rank", "data.spec": "data"}
     names |= {"model.quantize": "quantized", "train.learning_rate": "learning rate", "seed": "seed"}
+    if run.recipe_value("adapter.kind") in ("none", "ia3", "bitfit", *VIRTUAL_TOKENS):
+        del names["adapter.rank"]  # its default, which nothing reads
     pairs = [(name, run.recipe_value(key)) for key, name in names.items()]
     pairs = [(name, value) for name, value in pairs if value not in (None, "none")]
     digest, created = as_text(run.manifest.get("recipe_digest")), as_text(run.manifest.get("created"))
