@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 PACKAGES = ("trackio", "wandb", "tensorboard", "mlflow")
@@ -15,6 +17,33 @@ def missing_trackers(names: Sequence[str]) -> list[str]:
     from transformers import integrations
 
     return [name for name in names if not getattr(integrations, f"is_{name}_available")()]
+
+
+@contextmanager
+def trackers_open(callbacks: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
+    """Around a training and what is measured after it: the trackers of `names` end when the block does, once.
+
+    By themselves they end with the training, so that the last validation, and every training after a rewind, would open
+    a run of its own in MLflow and Trackio. `callbacks` are those of the trainer.
+    """
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    kinds = tuple(INTEGRATION_TO_CALLBACK[name] for name in names)
+    ends: dict[int, Callable[[], None]] = {}
+
+    def later(number: int, end: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        ends[number] = partial(end, *args, **kwargs)
+
+    held = [callback for callback in callbacks if isinstance(callback, kinds)]
+    for number, callback in enumerate(held):
+        callback.on_train_end = partial(later, number, callback.on_train_end)
+    try:
+        yield
+    finally:
+        for callback in held:
+            del callback.on_train_end  # the class's own is found again
+        for end in ends.values():
+            end()
 
 
 def tracked(fields: Mapping[str, Any]) -> dict[str, float]:

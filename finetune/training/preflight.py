@@ -55,8 +55,8 @@ def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
             Fault(
                 f"the tracker {name} is not installed",
                 "train.report_to",
-                "trackers are not part of this package",
-                f"pip install {name}, or take {name} out of train.report_to; events.jsonl is written either way",
+                "trackers are extras of this package",
+                f"pip install 'finetune-pipeline[{name}]', or take {name} out of train.report_to; events.jsonl is written either way",
             )
         )
     faults += _several_processes(recipe)

@@ -27,6 +27,7 @@ from finetune.telemetry.callback import TelemetryCallback
 from finetune.telemetry.events import EventLog, read_events
 from finetune.telemetry.flops import measure_peak_flops, step_work
 from finetune.telemetry.progress import Progress
+from finetune.telemetry.trackers import trackers_open
 from finetune.training.best_step import BestStep
 from finetune.training.checkpoints import checkpoint_step, newest_usable, publish_folder
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
@@ -94,6 +95,10 @@ class Session:
         KeyboardInterrupt after Ctrl-C, once the current step is saved.
         """
         check_training(self.recipe)
+        with trackers_open(self.trainer.callback_handler.callbacks, self.recipe.train.report_to):
+            return self._run()
+
+    def _run(self) -> TrainResult:
         trainer, root = self.trainer, self.trainer.checkpoint_root
         stop, best = trainer.stop, self._best_step()
         telemetry = self._watch(stop, best)

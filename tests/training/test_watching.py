@@ -196,7 +196,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(
     with pytest.raises(UserError) as caught:
         check_training(make_recipe(train__report_to=["wandb"]))
     (fault,) = caught.value.faults
-    assert fault.where == "train.report_to" and "pip install wandb" in fault.fix
+    assert fault.where == "train.report_to" and "pip install 'finetune-pipeline[wandb]'" in fault.fix
 
 
 def test_a_tracker_gets_every_number_of_a_step_and_of_a_validation(
