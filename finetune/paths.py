@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.digest import each_key_once
 from finetune.errors import UserError, did_you_mean
 
 _KINDS = {
@@ -193,17 +194,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line, object_pairs_hook=_without_repeats))
+            rows.append(json.loads(line, object_pairs_hook=each_key_once))
         except (ValueError, RecursionError) as error:
             raise UserError(f"not valid JSON: {error}", where=f"{path}:{number}") from None
     return rows
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are written once each: of two values the reader would drop one in silence."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{repeated}' is written twice in one object")
-    return made

@@ -120,7 +120,8 @@ def sniff(path: Path, source: RowsSource) -> Nature:
     format_, why = (stated, "source.format says so") if stated else _text_format(path, decoded, mapped)
     if format_ in ("parquet", "arrow"):
         raise UserError(
-            f"{path} is called {format_} and is not: its first bytes are {head[:8]!r}",
+            f"{path} is called {format_} and is not: "
+            + (f"its first bytes are {head[:8]!r}" if head else "it is empty"),
             fix="name its real format in source.format, or fetch the file again",
         )
     if format_ in ("csv", "tsv", "text") and source.encoding == "auto" and encoding == "utf-8":

@@ -93,7 +93,13 @@ def check_reject_rate(
     rate = quarantined / read
     if rate <= source.max_reject_rate and quarantined < read:
         return
-    shown = [Fault(entry.reason, f"{entry.source}:{entry.line} (byte {entry.byte})") for entry in first]
+    shown = [
+        Fault(
+            entry.reason,
+            f"{entry.source}:{entry.line}" + ("" if entry.byte is None else f" (byte {entry.byte})"),
+        )
+        for entry in first
+    ]
     told = (
         f"{quarantined} of {read} rows are faulty ({rate:.1%}); at most {source.max_reject_rate:.1%} may be"
     )

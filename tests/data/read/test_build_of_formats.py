@@ -79,6 +79,15 @@ def test_rows_that_are_not_learnt_together_are_refused_with_their_numbers(tmp_pa
     assert build(tmp_path, "rows.jsonl").manifest["ledger"]["kept"] == 2
 
 
+def test_a_fault_is_told_with_its_place_as_far_as_the_format_has_one(
+    tmp_path: Path, written: Callable[..., str]
+) -> None:
+    faulty = [{"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": ""}]
+    for form, place in (("parquet", r"rows\.parquet:2: "), ("jsonl", r"rows\.jsonl:2 \(byte 35\): ")):
+        with pytest.raises(UserError, match=place + "'completion' is empty"):
+            build(tmp_path, written(form, faulty))
+
+
 rows = st.lists(
     st.fixed_dictionaries(
         {"prompt": st.text(max_size=6), "completion": st.sampled_from(["a", "", "007", None, 7, "NA"])}

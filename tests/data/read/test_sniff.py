@@ -127,7 +127,7 @@ def test_the_delimiter_of_csv(nature: Sniff, content: bytes, delimiter: str) -> 
         ("a.pdf", b"%PDF-1.7", "extract its text"),
         ("a.pkl", b"\x80\x04\x95\x00", "could run code"),
         ("a.parquet", b"not parquet", "called parquet and is not"),
-        ("a.arrow", b"", "called arrow and is not"),
+        ("a.arrow", b"", "called arrow and is not: it is empty"),
         ("a.bin", b"\x01\x02", "cannot tell the format.*source.format"),
         ("a.parquet", gzip.compress(b"PAR1\x00\x00PAR1", mtime=0), "inside gzip.*unpack it"),
     ],
