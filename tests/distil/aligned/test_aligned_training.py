@@ -15,6 +15,7 @@ from finetune.distil.aligned.teaching import AlignedRows, AlignedTeaching, align
 from finetune.distil.cache.layout import CacheIdentity, rows_digest
 from finetune.distil.cache.read import TeacherCache
 from finetune.distil.cache.write import ModelSaying, cache_teacher, coding_of
+from finetune.distil.targets import TeacherTargets
 from finetune.errors import UserError
 from finetune.telemetry.events import read_events
 
@@ -73,6 +74,26 @@ def test_live_teacher_and_whole_cache_give_the_same_training(
         found[name] = losses(run_folder)
     assert found["live"] == pytest.approx(found["cached"], rel=1e-4)
     assert found["live"][-1] < 0.8 * found["live"][0]
+
+
+def test_what_a_teacher_is_sure_of_is_learnt_in_the_students_own_tokens(
+    train: Any, make_recipe: Any, source_rows: Any, aligned: AlignedRows, tiny_model: Any, tiny_tokenizer: Any,
+    target_logits: Any,
+) -> None:  # fmt: skip
+    rows = tokenise_rows(source_rows, tiny_tokenizer, max_tokens=256).rows
+
+    def said(places: Any, device: Any) -> TeacherTargets:
+        own = torch.tensor([token for place in places for token in aligned.aligned[place].teacher_ids])
+        return TeacherTargets.full(8.0 * torch.nn.functional.one_hot(own, aligned.shared.n_teacher).float())
+
+    recipe = make_recipe({"distil.alignment": "text", "train.epochs": 40, "train.pack_tokens": 1024})
+    _, _, trained = train(recipe, tiny_model, AlignedTeaching(aligned, said), rows, n_vocabulary=259)
+
+    def nll(model: Any) -> float:
+        logits, answers = target_logits(model, rows)
+        return float(torch.nn.functional.cross_entropy(logits, answers))
+
+    assert nll(trained.eval()) < 0.5 * nll(tiny_model)
 
 
 def test_packing_and_accumulation_change_nothing(
