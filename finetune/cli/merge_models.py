@@ -60,7 +60,6 @@ def models(
     from finetune.cli.quiet import quiet_libraries
     from finetune.paths import find_declarative
     from finetune.recipe.merge_loader import load_merge
-    from finetune.units import parse_bytes
 
     given = [*(overrides or []), *([f"dialect={dialect.value}"] if dialect else [])]
     loaded = load_merge(find_declarative("merges", recipe), overrides=given, base=base, models=model or [])
@@ -77,13 +76,23 @@ def models(
         loaded,
         out,
         n_workers=threads,
-        shard_bytes=parse_bytes(shard_size),
+        shard_bytes=_shard_bytes(shard_size),
         diagnostics=diagnostics,
         progress=begin,
     )
     for remark in done.remarks:
         note(f"note: {remark}")
     emit({"out": str(out), **done.to_dict()}, _screen(out, done), as_json=as_json)
+
+
+def _shard_bytes(text: str) -> int:
+    from finetune.units import parse_bytes
+
+    if (n_bytes := parse_bytes(text)) < 1:
+        raise UserError(
+            f"files of {text} hold nothing", where="--shard-size", fix="write it like 2GB or 500MB"
+        )
+    return n_bytes
 
 
 def _dry_run(loaded: LoadedMerge, out: Path, threads: int | None, as_json: bool) -> None:

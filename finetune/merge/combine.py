@@ -106,7 +106,11 @@ def _check_request(
             f"{len(weights)} weights for {len(folders)} adapters", where="--weights", fix="give one each"
         )
     if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-        raise UserError(f"the weights {list(weights)} combine to nothing", where="--weights")
+        raise UserError(
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} combine to nothing",
+            where="--weights",
+            fix="give finite numbers, at least one of them not zero, e.g. --weights 0.6,0.4",
+        )
     if method not in METHODS:
         raise UserError(f"unknown method '{method}'", where="--method", fix=f"one of {', '.join(METHODS)}")
     if method == "sum" and rank is not None:

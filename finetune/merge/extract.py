@@ -50,6 +50,13 @@ def extract_adapter(base: ModelSource, tuned: ModelSource, out: Path, *, rank: i
     with open_model(base.folder) as ours, open_model(tuned.folder) as theirs:
         layout = read_layout(model_skeleton(base), ours)
         _refuse_other_tensors(base, tuned, ours, theirs)
+        widest = max((min(e.shape) for e in ours.entries.values() if len(e.shape) == 2), default=1)
+        if rank > widest:
+            raise UserError(
+                f"a rank of {rank} is more than any layer of {base.id} has ({widest})",
+                where="--rank",
+                fix=f"--rank {widest} holds the whole change; fewer make a smaller adapter",
+            )
         factors: dict[str, Factors] = {}
         sigmas: list[torch.Tensor] = []
         not_carried: dict[str, float] = {}

@@ -156,7 +156,7 @@ def _model(folder: Path) -> Origin:
         if recipe.is_file():
             found.merge_recipe = json.dumps(readable(read_json(recipe)), indent=2, ensure_ascii=False)
         return found
-    return Origin(folder, "model", [Ingredient("base", "unknown", None, None)])
+    return Origin(folder, "model", [Ingredient("base", "(not recorded)", None, None)])
 
 
 def licence_of(model: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from finetune.merge.shards import open_model
 from finetune.model.adapter_files import ORIGIN_FILE
 from finetune.model.source import ADAPTER_CONFIG
 from finetune.paths import read_json, write_atomic, write_json
-from finetune.pipeline.provenance import Origin, find_origin
+from finetune.pipeline.provenance import Origin, find_origin, licence_of
 from finetune.report.hub_card import RECIPE_FILE, Publication, hub_card, readable
 from finetune.report.read import RunFiles, as_text
 
@@ -71,7 +71,7 @@ def prepare_publication(
     """
     found = find_origin(target, run)
     if base_id is not None:
-        found.base_ids = [base_id]
+        _take_base(found, base_id)
     if found.kind == "adapter" and not found.base_ids:
         raise UserError(
             f"the base of this adapter is known on this machine only: {found.ingredients[0].name}",
@@ -79,7 +79,11 @@ def prepare_publication(
             why="whoever downloads an adapter needs the same base",
             fix="name the base's hub id with --base-id OWNER/NAME, or publish the merged model instead",
         )
-    unknown = [one.name for one in found.ingredients if one.licence is None and one.what != "adapter"]
+    unknown = [
+        f"the {one.what} {one.name}"
+        for one in found.ingredients
+        if one.licence is None and one.what != "adapter"
+    ]
     if licence is None and not unknown:
         licence = next((one.licence for one in found.ingredients if one.what == "base"), None)
     name = title or (hub_id or "").rpartition("/")[2] or _name(found, target)
@@ -137,6 +141,14 @@ def write_hub_folder(source: Path, publication: Publication, out: Path, unknown:
         tuple(unknown),
         tuple(remarks),
     )
+
+
+def _take_base(found: Origin, base_id: str) -> None:
+    """The base under the name that others find it by; its card may state what the copy here does not."""
+    found.base_ids = [base_id]
+    for place, one in enumerate(found.ingredients):
+        if one.what == "base" and one.licence is None:
+            found.ingredients[place] = replace(one, licence=licence_of(base_id))
 
 
 def _name(found: Origin, target: Path) -> str:

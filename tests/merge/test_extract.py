@@ -63,6 +63,12 @@ def test_conv1d_differences_are_stored_upright(
     assert (logits_of(tmp_path / "again") - logits_of(pair.model)).abs().max() < 1e-3
 
 
+def test_a_rank_beyond_the_widest_layer_is_refused(tmp_path: Path, make_pair: Any) -> None:
+    base = resolve_model(str(make_pair().base))
+    with pytest.raises(UserError, match=r"a rank of 65 is more than any layer of .* has \(64\)"):
+        extract_adapter(base, base, tmp_path / "out", rank=65)
+
+
 def test_two_equal_models_differ_in_nothing(tmp_path: Path, make_pair: Any) -> None:
     source = resolve_model(str(make_pair().base))
     with pytest.raises(UserError, match="no linear layer of"):

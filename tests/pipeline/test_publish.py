@@ -193,7 +193,7 @@ def test_damaged_weights_leave_nothing(tmp_path: Path) -> None:
 def test_a_model_of_unknown_origin_says_so(tmp_path: Path) -> None:
     made, card = export(save_model(tmp_path / "model"), tmp_path / "out")
     assert made.licence is None
-    assert made.unknown_licences == ("unknown",)
+    assert made.unknown_licences == ("the base (not recorded)",)
     assert len(made.remarks) == 2
     assert "No evaluation was recorded with this model" in card
     assert ModelCard(card).data.license is None
@@ -253,7 +253,7 @@ def test_nothing_is_pushed_whose_licence_nobody_knows(
     monkeypatch.setattr("finetune.model.hub_push.hub_api", lambda: hub)
     run = save_run(tmp_path / "run", licence=None)
     chosen = ["hub", str(run), "--base-id", "owner/base", "--push", "owner/lamps"]
-    with pytest.raises(UserError, match=r"no licence is known of lamps"):
+    with pytest.raises(UserError, match=r"no licence is known of the data lamps"):
         CliRunner().invoke(app, [*chosen, "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert not (tmp_path / "out").exists()
     assert hub.sent == {}

@@ -23,6 +23,7 @@ from finetune.merge.export.gguf_tokenizer import GgufTokenizer, read_gguf_tokeni
 from finetune.merge.place import file_in_place, refuse_small_disk
 from finetune.merge.proof import continue_greedily, distance, greedy_agreement, logits_at, make_probe
 from finetune.merge.shards import TensorFiles, open_model
+from finetune.model.embedded import without_progress_bars
 
 GgufType = Literal["f16", "q8_0"]
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -53,11 +54,16 @@ class GgufProof:
 
     def lines(self) -> list[str]:
         """For the screen."""
+        places = (
+            f"all {self.greedy_tokens}"
+            if self.greedy_identical == self.greedy_tokens
+            else f"{self.greedy_identical} of {self.greedy_tokens}"
+        )
         return [
+            f"The file is good: read back by transformers, it would say the same next token as the model in {places} places",
+            f"(largest logit difference {self.max_logit_difference:.1e}, mean KL {self.mean_kl:.1e} nats).",
             f"{self.path}: {self.type}, {self.n_bytes / 1e6:,.1f} MB"
             + ("" if self.has_chat_template else ", no chat template"),
-            f"read back: largest logit difference {self.max_logit_difference:.2e}, mean KL {self.mean_kl:.2e}, "
-            f"{self.greedy_identical} of {self.greedy_tokens} greedy tokens identical",
         ]
 
 
@@ -248,9 +254,10 @@ def _prove(folder: Path, aside: Path, out: Path, type: GgufType, tokenizer: Gguf
     keep = probe.keep(len(tokenizer.tokens))
     reference = logits_at(before, sequence, keep)
     del before
-    after = AutoModelForCausalLM.from_pretrained(
-        aside.parent, gguf_file=aside.name, dtype=torch.float32
-    ).eval()
+    with without_progress_bars():
+        after = AutoModelForCausalLM.from_pretrained(
+            aside.parent, gguf_file=aside.name, dtype=torch.float32
+        ).eval()
     answered = logits_at(after, sequence, keep)
     found = distance(reference, answered)
     same, n_greedy = greedy_agreement(reference, answered, probe.n_new, 0.0)

@@ -359,10 +359,14 @@ class _Planner:
 
     def _check(self, name: str, settings: Settings) -> None:
         method = self.recipe.merge_method
-        if method in ("linear", "karcher") and settings.normalize is not False and sum(settings.weight) == 0:
-            self._refuse(
-                f"the weights of {name} sum to zero", "give weights with another sum, or normalize: false"
-            )
+        zero = (
+            method in ("linear", "karcher") and settings.normalize is not False and sum(settings.weight) == 0
+        )
+        if zero and not any(
+            " sum to zero" in fault.what for fault in self.faults
+        ):  # of all tensors, as a rule
+            what = f"the weights of {name} sum to zero (the first such tensor)"
+            self._refuse(what, "give weights with another sum, or normalize: false")
         if method.startswith("della"):
             for density, epsilon in zip(settings.density, settings.epsilon, strict=True):
                 if 0 < density < 1 and not (epsilon < density < 1 - epsilon):
