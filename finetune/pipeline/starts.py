@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import Fault, UserError
-from finetune.model.adapter_files import adapter_digest, read_adapter_config
 from finetune.model.source import ADAPTER_CONFIG
 from finetune.paths import read_json, runs_root
 from finetune.pipeline.manifest import FILE_NAME
@@ -78,6 +77,8 @@ def find_start(section: AdapterSection, relative_to: Path, where: str) -> Adapte
     when it is not the kind of adapter that the recipe describes."""
     if section.start is None:
         return None
+    from finetune.model.adapter_files import adapter_digest, read_adapter_config  # they need torch
+
     found = find_folder(section.start, relative_to)
     folder = found / "adapter" if found is not None and (found / FILE_NAME).is_file() else found
     if folder is None or not (folder / ADAPTER_CONFIG).is_file():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,3 +78,14 @@ def test_what_does_not_fit_beside_a_teacher_is_offered_the_cache() -> None:
 
 def test_way_answers_holds_no_teacher() -> None:
     assert forecast(recipe(way="answers")).terms_bytes["teacher"] == 0
+
+
+def test_a_plan_with_a_live_teacher_leaves_torch_out() -> None:
+    code = (
+        "import sys\nfrom finetune.cli.main import main\n"
+        "sys.argv = ['finetune', 'plan', 'distil/home_intents', '--set', 'distil.targets=live', '--json']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["training"]["terms_bytes"]["teacher"] > 2 * N_PARAMETERS
