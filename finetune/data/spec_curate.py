@@ -60,6 +60,11 @@ class VerifierSection(Section):
 class CurateSection(Section):
     """Each step is off, reports what it finds in the manifest, or leaves rows out and counts them in the ledger."""
 
+    exact_duplicates: ReportOrDrop = Field(
+        "drop",
+        description="Rows that say the same, character by character. `drop` keeps one; else train rows may repeat, and "
+        "evaluation rows still may not.",
+    )
     empty_answers: ReportOrDrop = Field("report", description="Answers without a letter, digit or symbol.")
     refusals: ReportOrDrop = Field("report", description="Answers that open with a refusal.")
     contradictions: ReportOrDrop = Field(

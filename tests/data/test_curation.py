@@ -58,6 +58,37 @@ def left_out(made: DatasetBuild) -> dict[str, list[dict[str, Any]]]:
     return entries
 
 
+@pytest.mark.parametrize("near", [None, {"threshold": 0.8}])
+def test_exact_duplicates_are_left_out_reported_or_left_alone(
+    build: Build, near: dict[str, Any] | None
+) -> None:
+    rows = plain_rows(30)
+    given = [*rows, *rows[:20], *rows[:20]]
+    split = {"shares": {"train": 0.5, "test": 0.5}}
+    counts: dict[str, int] = {}
+    for action in ("drop", "report", "off"):
+        steps = {"exact_duplicates": action} | (
+            {"near_duplicates": near} if near and action == "drop" else {}
+        )
+        made = build(given, curate=steps, split=split)
+        ledger = made.manifest["ledger"]
+        assert set(ledger["dropped"]) <= {"duplicate"}
+        assert ledger["kept"] + ledger["dropped"].get("duplicate", 0) == len(given)
+        texts = [(side, row.id) for side in ("train", "test") for row in made.rows(side)]  # type: ignore[arg-type]
+        repeated = len(texts) - len(set(texts))
+        tested = [name for side, name in texts if side == "test"]
+        assert len(tested) == len(set(tested)), "what is measured is asked once"
+        assert check_build(made).passed
+        told = made.manifest["curation"].get("exact_duplicates")
+        counts[action] = repeated
+        if action == "off":
+            assert told is None
+            continue
+        assert (told["action"], told["rows"]) == (action, 40)
+        assert all(entry["row"] != entry["like"] for entry in told["first"]) and len(told["first"]) == 5
+    assert counts["drop"] == 0 < counts["report"] == counts["off"] < 40
+
+
 def test_near_duplicates_are_left_out_and_name_the_row_that_stays(build: Build) -> None:
     rows = plain_rows(30)
     close = [row(given["prompt"] + " indeed", given["completion"]) for given in rows[:8]]

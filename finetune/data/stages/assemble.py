@@ -31,7 +31,12 @@ from finetune.data.spec import DatasetSpec
 from finetune.data.spec_source import HomeIntentsSource, RowsSource
 from finetune.data.spec_split import SplitSection
 from finetune.data.stages.apart import choose_apart
-from finetune.data.stages.curate import describe_rows, leave_out_alike, warnings_of
+from finetune.data.stages.curate import (
+    describe_duplicates,
+    describe_rows,
+    leave_out_alike,
+    warnings_of,
+)
 from finetune.data.stages.parts import QUARANTINED, iter_entries
 from finetune.data.stages.read import Input, Piece, ReadPart, read_pieces
 from finetune.data.stages.runner import Runner
@@ -103,7 +108,7 @@ def make_build(
     units = _units(table, spec.split)
     group_sides, side = _sides(table, spec.split, plan.frozen, verdicts, units)
     links = links_of(table, spec.split, None if units is None else units[table.group.codes].astype(np.int32))
-    settle(table, side, links, verdicts)
+    settle(table, side, links, verdicts, train_repeats=spec.curate.exact_duplicates != "drop")
     guarding = _part_of(on_progress, "guard", "write")
     chosen = choose_apart(table, side, spec, plan.questions, verdicts, work, guarding)
     _require_train(chosen, plan.where("split"))
@@ -114,6 +119,7 @@ def make_build(
     ledger, ledger_files = write_ledger(work.out, parts, table, side, verdicts, len(verdicts.kept))
     if spec.split.is_drawn:
         write_assignment(work.out / ASSIGNMENT, table.group.values, group_sides, spec.split)
+    curation |= describe_duplicates(table, spec.curate, verdicts)
     curation |= describe_rows(table, spec.curate, chosen, _findings(parts))
     manifest = {
         **_head(plan, parts),

@@ -44,13 +44,21 @@ def leave_out_alike(
     `folder` is that of the spec. Returns what was found, by key of the spec.
     """
     found: dict[str, Any] = {}
+    drops_exact = section.exact_duplicates == "drop"
     if section.near_duplicates is not None:
         found["near_duplicates"] = _one_of_each(
-            table, NEAR, section.near_duplicates, folder, verdicts, work, on_progress
+            table, NEAR, section.near_duplicates, folder, verdicts, work, on_progress, drops_exact=drops_exact
         )
     if section.semantic_duplicates is not None:
         found["semantic_duplicates"] = _one_of_each(
-            table, SEMANTIC, section.semantic_duplicates, folder, verdicts, work, on_progress
+            table,
+            SEMANTIC,
+            section.semantic_duplicates,
+            folder,
+            verdicts,
+            work,
+            on_progress,
+            drops_exact=drops_exact,
         )
     if section.contradictions != "off":
         found["contradictions"] = _contradictions(table, verdicts, drop=section.contradictions == "drop")
@@ -73,9 +81,11 @@ def _one_of_each(
     verdicts: Verdicts,
     work: WorkFolder,
     on_progress: Progress,
+    *,
+    drops_exact: bool,
 ) -> dict[str, Any]:
     """Of rows alike the first stays: pinned rows stand first, then rows in an order that is their own."""
-    if section.action == "drop":
+    if section.action == "drop" and drops_exact:
         _drop_duplicates(table, verdicts)
     rows = _in_order(table, verdicts.kept)
 
@@ -120,6 +130,27 @@ def _drop_duplicates(table: RowTable, verdicts: Verdicts) -> None:
     cause = rows[first[which]]
     is_lost = (cause != rows) & ~table.pinned[rows]
     verdicts.drop(DUPLICATE, rows[is_lost], cause[is_lost])
+
+
+def describe_duplicates(table: RowTable, section: CurateSection, verdicts: Verdicts) -> dict[str, Any]:
+    """Exact duplicates that were dropped or that stay, with the places of the first and of the rows that they repeat."""
+    if section.exact_duplicates == "off":
+        return {}
+    if DUPLICATE in verdicts.reasons:
+        lost = np.flatnonzero(verdicts.reason == verdicts.reasons.index(DUPLICATE))
+    else:
+        lost = np.empty(0, np.int64)
+    cause = verdicts.cause[lost]
+    if section.exact_duplicates == "report":
+        rows = _in_order(table, verdicts.kept)
+        _, first, which = np.unique(table.content.codes[rows], return_index=True, return_inverse=True)
+        stay = rows[first[which]] != rows
+        lost, cause = np.concatenate([lost, rows[stay]]), np.concatenate([cause, rows[first[which]][stay]])
+    shown = [
+        {"row": table.text("source", row), "like": table.text("source", other)}
+        for row, other in zip(lost[:_SHOWN_ROWS].tolist(), cause[:_SHOWN_ROWS].tolist(), strict=True)
+    ]
+    return {"exact_duplicates": {"action": section.exact_duplicates, "rows": len(lost), "first": shown}}
 
 
 def _search(

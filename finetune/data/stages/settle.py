@@ -88,10 +88,18 @@ def links_of(table: RowTable, split: SplitSection, units: Codes | None = None) -
     return links + [Link(tag_reason(tag), table.tag(tag).codes) for tag in split.unique_tags]
 
 
-def settle(table: RowTable, side: SideCodes, links: Sequence[Link], verdicts: Verdicts) -> None:
+def settle(
+    table: RowTable,
+    side: SideCodes,
+    links: Sequence[Link],
+    verdicts: Verdicts,
+    *,
+    train_repeats: bool = False,
+) -> None:
     """Drop exact duplicates and rows that share a key with a row of a side that goes first.
 
-    `side` is the side of each row. Pinned rows are taken before all others.
+    `side` is the side of each row. Pinned rows are taken before all others. train_repeats: duplicates stay on the train
+    side; what is measured is asked once in any case.
     """
     rows = verdicts.kept
     rank = PRECEDENCE[side[rows]]
@@ -102,6 +110,7 @@ def settle(table: RowTable, side: SideCodes, links: Sequence[Link], verdicts: Ve
         [link.codes[rows].tolist() for link in links],
         len(table.content),
         [int(link.codes.max(initial=-1)) + 1 for link in links],
+        SIDES.index("train") if train_repeats else -1,
     )
     verdict = np.array(taken, np.int64).reshape(-1, 2)
     is_duplicate = verdict[:, 0] == len(links)
@@ -117,10 +126,11 @@ def _take(
     links: list[list[int]],
     n_contents: int,
     n_keys: list[int],
+    repeating: int,
 ) -> list[tuple[int, int]]:
     """For each row in turn (number of the link that forbids it, the side that holds it); (-1, -1): it is kept.
 
-    Exact duplicates have the number after the last link.
+    Exact duplicates have the number after the last link; on the side `repeating` they are like other rows.
     """
     seen = bytearray(n_contents)
     owners = [bytearray(n) for n in n_keys]  # side + 1, or 0 while nobody has claimed the key
@@ -128,7 +138,7 @@ def _take(
     duplicate, kept = (len(links), -1), (-1, -1)
     verdicts: list[tuple[int, int]] = []
     for place, (side, content) in enumerate(zip(sides, contents, strict=True)):
-        if seen[content]:
+        if seen[content] and side != repeating:
             verdicts.append(duplicate)
             continue
         mine = side + 1

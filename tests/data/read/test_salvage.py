@@ -46,7 +46,7 @@ def test_lines_and_bytes_of_what_is_salvaged(read: Read) -> None:
     found = read(document.encode(), "rows.json", format="json")
     assert [one.source for one in found.rows] == ["rows.json:3", "rows.json:4"]
     [entry] = found.rejects
-    assert (entry.line, entry.raw.rstrip(',\n')) == (1, rows[0][:-1])
+    assert (entry.line, entry.raw.rstrip(",\n")) == (1, rows[0][:-1])
 
 
 @pytest.mark.parametrize(
