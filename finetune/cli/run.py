@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,10 @@ def run(
         if code == ExitCode.INTERRUPTED:  # one of the processes has said so
             raise SystemExit(code)
         return code
+    from finetune.training.sharding import load_deepspeed, sharding_of
+
+    if sharding_of(os.environ) == "deepspeed":
+        load_deepspeed()
     from finetune.pipeline.run import run_recipe
     from finetune.pipeline.screen import last_screen
     from finetune.training.processes import join_processes

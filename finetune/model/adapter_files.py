@@ -85,7 +85,7 @@ def _origin(model: Any, source: ModelSource | None) -> dict[str, Any]:
     """What the adapter belongs to besides its shapes: the base by content, and its codes where the adapter needs them."""
     origin: dict[str, Any] = {}
     if source is not None:
-        rows = int(model.get_input_embeddings().weight.shape[0])
+        rows = _embedding_rows(model)
         origin = {
             "id": source.id,
             "revision": source.revision,
@@ -248,7 +248,7 @@ def adapter_digest(folder: Path) -> str:
 
 def _was_resized(model: Any, source: ModelSource | None) -> bool:
     """Whether the embedding has other rows than the base on disk; True when there is no base to look at."""
-    rows = int(model.get_input_embeddings().weight.shape[0])
+    rows = _embedding_rows(model)
     path = source.path if source is not None else str(model.config._name_or_path or "")
     config = Path(path) / "config.json"
     if not path or not config.is_file():
@@ -256,6 +256,12 @@ def _was_resized(model: Any, source: ModelSource | None) -> bool:
     base = read_config(source) if source is not None else read_json(config)
     known = base.get("vocab_size") or base.get("text_config", {}).get("vocab_size")
     return bool(known != rows)
+
+
+def _embedding_rows(model: Any) -> int:
+    """Also of a weight that DeepSpeed's ZeRO-3 spread, whose own shape is empty."""
+    weight = model.get_input_embeddings().weight
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _sort_configuration(path: Path) -> None:

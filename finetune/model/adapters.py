@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.model import adapter_targets
@@ -65,7 +65,8 @@ def attach_adapter(
         config.task_type = "SEQ_CLS"
     with torch.random.fork_rng(devices=[]), no_holes():
         wrapped = get_peft_model(model, config)
-    start_adapter(wrapped, section, seed=seed, source=source, batches=batches)
+    with no_holes():
+        start_adapter(wrapped, section, seed=seed, source=source, batches=batches)
     if hasattr(wrapped.peft_config["default"], "init_lora_weights"):
         # What is saved is a plain adapter: loading must not start it anew, nor take a part out of the base.
         wrapped.peft_config["default"].init_lora_weights = True
@@ -145,21 +146,22 @@ def prepare_for_training(
         base.enable_input_require_grads()
 
 
-def check_gradients_arrive(model: nn.Module) -> None:
+def check_gradients_arrive(
+    model: nn.Module, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None
+) -> None:
     """After the first backward: raise when an adapter got no gradient. Experts that no token chose are exempt.
 
     At step 0 B is zero, so A's gradient is rightly zero and only its presence is checked; likewise for the others that
-    are multiplied by zeros, and for rows and biases that may not matter to the first batch.
+    are multiplied by zeros, and for rows and biases that may not matter to the first batch. `gradient_of` where it does
+    not lie at the parameter.
     """
-    cut = [
-        name
-        for name, parameter in trainable_parameters(model).items()
-        if "expert" not in name
-        and (
-            parameter.grad is None
-            or (not any(part in name for part in _MAY_BE_ZERO) and not bool(parameter.grad.any()))
-        )
-    ]
+    cut = []
+    for name, parameter in trainable_parameters(model).items():
+        if "expert" in name:
+            continue
+        gradient = parameter.grad if gradient_of is None else gradient_of(parameter)
+        if gradient is None or (not any(part in name for part in _MAY_BE_ZERO) and not bool(gradient.any())):
+            cut.append(name)
     if cut:
         total = len(trainable_parameters(model))
         raise RuntimeError(

@@ -113,12 +113,6 @@ def _check_keys_of_sft(train: TrainSection, *, long_rows: str, train_on: str) ->
             f"{train.method} learns from the answers that are compared, and from no turn of the prompt",
             fix="leave out data.train_on",
         )
-    if train.batch_ramp is not None:
-        raise refused(
-            "train.batch_ramp",
-            f"{train.method} trains with one global batch",
-            fix="leave out train.batch_ramp",
-        )
     if train.auto:
         raise refused(
             "train.auto",

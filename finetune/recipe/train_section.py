@@ -160,7 +160,9 @@ class TrainSection(Section):
         False, description="Keep activations in the host's memory between forward and backward (CUDA)."
     )
     fp8: bool = Field(
-        False, description="Matrix products in 8-bit floats. Refused until the training has them."
+        False,
+        description="Matrix products in 8-bit floats (torchao), with `adapter.kind: none`. Needs a GPU of compute capability 8.9 or "
+        "more.",
     )
     auto: bool = Field(
         False,

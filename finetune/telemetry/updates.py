@@ -7,9 +7,11 @@ import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # 200 MB in fp32. Adapters are watched whole; of a model that is tuned in full, evenly spaced tensors are.
 MAX_WATCHED_ELEMENTS = 50_000_000
@@ -42,18 +44,21 @@ class UpdateWatch:
 
     def start(self, model: nn.Module) -> None:
         """Copy what is watched. Call before the optimizer step."""
-        self._before = [tensor.clone() for _, tensor in self._watched(model)]
+        self._before = [own_part(parameter).clone() for _, parameter in self._watched(model)]
 
     def finish(self, model: nn.Module) -> Movement:
         """The movement, after the optimizer step. Gives the copies back."""
         watched, before = self._watched(model), self._before
         self._before = []
-        norms = _norms(before)
-        changes = _norms([old.sub_(new) for (_, new), old in zip(watched, before, strict=True)])
-        everything = [tensor for _, tensor in _trainable(model)]
+        everything = [parameter for _, parameter in _trainable(model)]
+        spread = any(map(in_parts, everything))
+        norms = _norms(before, spread)
+        changes = _norms(
+            [old.sub_(own_part(new)) for (_, new), old in zip(watched, before, strict=True)], spread
+        )
         single = [change / norm for change, norm in zip(changes, norms, strict=True) if norm > 0]
         return Movement(
-            weight_norm=global_norm(everything),
+            weight_norm=global_norm([own_part(parameter) for parameter in everything], spread),
             ratio=_ratio(changes, norms),
             median=_rounded(statistics.median(single)) if single else None,
             blocks=_by_block([block_of(name) for name, _ in watched], changes, norms),
@@ -62,14 +67,14 @@ class UpdateWatch:
     def _watched(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """The same tensors every time: evenly spaced over the model, as many as the limit allows, at least one."""
         tensors = _trainable(model)
-        stride = max(math.ceil(sum(tensor.numel() for _, tensor in tensors) / self.max_elements), 1)
+        stride = max(math.ceil(sum(count(tensor) for _, tensor in tensors) / self.max_elements), 1)
         chosen: list[tuple[str, Tensor]] = []
         left = self.max_elements
         for name, tensor in tensors[::stride]:
-            if tensor.numel() <= left:
+            if count(tensor) <= left:
                 chosen.append((name, tensor))
-                left -= tensor.numel()
-        return chosen or sorted(tensors, key=lambda pair: pair[1].numel())[:1]
+                left -= count(tensor)
+        return chosen or sorted(tensors, key=lambda pair: count(pair[1]))[:1]
 
 
 def block_of(parameter: str) -> str:
@@ -78,14 +83,43 @@ def block_of(parameter: str) -> str:
     return match[1] if match else OUTSIDE
 
 
-def global_norm(tensors: list[Tensor]) -> float:
-    """Euclidean norm over all elements of all tensors."""
-    return math.hypot(*_norms(tensors))
+def global_norm(tensors: list[Tensor], spread: bool = False) -> float:
+    """Euclidean norm over all elements of all tensors, and of all processes where they are spread."""
+    return math.hypot(*_norms(tensors, spread))
 
 
-def _norms(tensors: list[Tensor]) -> list[float]:
-    """The Euclidean norm of each."""
-    return torch.stack(torch._foreach_norm(tensors)).float().tolist() if tensors else []
+def in_parts(parameter: Tensor) -> bool:
+    """Whether each process holds a part of this weight: FSDP2 spread it, or DeepSpeed's ZeRO-3, which leaves it empty."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+
+
+def count(parameter: Tensor) -> int:
+    """Elements of the whole weight."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """The elements that this process holds: all, or its part, under ZeRO-3 flat and without the filling at its end."""
+    held: Any = parameter.detach()
+    if isinstance(parameter, DTensor):
+        held = held.to_local()
+    if not hasattr(parameter, "ds_id"):
+        return held  # type: ignore[no-any-return]
+    shard: Tensor = parameter.ds_tensor.detach().flatten()  # type: ignore[attr-defined]
+    start = shard.numel() * torch.distributed.get_rank()
+    return shard[: min(max(count(parameter) - start, 0), shard.numel())]
+
+
+def _norms(tensors: list[Tensor], spread: bool = False) -> list[float]:
+    """The Euclidean norm of each; of all processes' parts together where they are spread."""
+    if not tensors:
+        return []
+    norms = torch.stack(torch._foreach_norm(tensors)).float()
+    if spread:
+        norms = norms.square()
+        torch.distributed.all_reduce(norms)
+        norms = norms.sqrt()
+    return norms.tolist()
 
 
 def _ratio(changes: list[float], norms: list[float]) -> float:
@@ -113,4 +147,4 @@ def _rounded(value: float) -> float:
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

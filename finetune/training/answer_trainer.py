@@ -24,6 +24,7 @@ from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_validation import losses_one_by_one, validate_answers
 from finetune.training.answers import Answers, Losses
+from finetune.training.batch_ramp import Windows
 from finetune.training.best_step import RowLosses
 from finetune.training.branches import BranchCollator, Packs, attention_work, by_answer, model_inputs
 from finetune.training.exact_trainer import ExactTrainer
@@ -53,6 +54,7 @@ class AnswerTrainer(ExactTrainer):
         train_packs: Packs,
         validation_packs: Packs | None,
         args: Any,
+        windows: Windows | None = None,
         **kwargs: Any,
     ) -> None:
         args.remove_unused_columns = False  # they are packs, not columns
@@ -64,7 +66,7 @@ class AnswerTrainer(ExactTrainer):
             eval_dataset=validation_packs,
             **kwargs,
         )
-        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally)
+        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally, windows=windows)
         self.maybe_activation_offload_context = contextlib.nullcontext()
         self.aux_loss_enabled = False
         self._metrics: dict[str, dict[str, list[float]]] = {

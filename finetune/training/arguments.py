@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from finetune.recipe.schema import Recipe, TrainSection
 from finetune.training.memory_saving import checkpointing_arguments
 from finetune.training.processes import n_processes
+from finetune.training.sharding import sharding_of
 from finetune.training.shares import micro_batches_of_process
 
 
@@ -43,9 +45,9 @@ def shared_arguments(
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
-        "bf16": recipe.model.dtype == "bf16",
+        "bf16": recipe.model.dtype == "bf16" and sharding_of(os.environ) != "deepspeed",  # see zero.py
         "fp16": recipe.model.dtype == "fp16",
-        "use_cpu": not torch.cuda.is_available(),
+        **_device_arguments(),
         **checkpointing_arguments(settings),
         "seed": recipe.seed,
         "data_seed": recipe.seed,
@@ -60,3 +62,11 @@ def shared_arguments(
         "run_name": recipe.name,  # as trackers show it
         "disable_tqdm": True,
     }
+
+
+def _device_arguments() -> dict[str, Any]:
+    """Where to train. accelerate leaves DeepSpeed out in silence if it is told to use the CPU; without a GPU it does anyway."""
+    if torch.cuda.is_available():
+        return {"use_cpu": False}
+    spread = sharding_of(os.environ) == "deepspeed"
+    return {"use_cpu": not spread, "ddp_backend": "gloo" if spread else None}

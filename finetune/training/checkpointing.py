@@ -17,6 +17,9 @@ from finetune.recipe.train_section import TrainSection
 from finetune.training.checkpoints import checkpoint_step, list_checkpoints, save_checkpoint
 from finetune.training.sharded_states import spread_optimizer_state, whole, whole_weights
 from finetune.training.states import load_state, save_state
+from finetune.training.zero import settle_zero, take_over_step, whole_optimizer_state
+from finetune.training.zero import spread_optimizer_state as spread_zero_state
+from finetune.training.zero import whole_weights as whole_zero_weights
 
 
 class CheckpointingTrainer(Trainer):
@@ -28,15 +31,24 @@ class CheckpointingTrainer(Trainer):
 
     optimizer: Any
     lr_scheduler: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
     settings: TrainSection
     checkpoint_root: Path
     owner: str
     keep_also: set[int]
+    product_dtype = torch.float32  # the recipe's
+    parameter_groups: list[list[nn.Parameter]]  # of the optimizer as it was built
     recent_steps_kept = 0  # checkpoints back to the newest one that is older than these steps are kept too
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """What is trained, gathered by all processes where it is spread over them; None where every process holds it."""
+        if self.is_deepspeed_enabled:
+            return whole_zero_weights(self.model)
         return whole_weights(self.model) if self.is_fsdp_enabled else None
+
+    def check_norm(self, norm: float) -> None:
+        """Called with the norm of the gradient when DeepSpeed has stepped with it."""
 
     def save_weights(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Adapter or model with its tokenizer, as safetensors and JSON; no pickle. `weights`: see `whole_weights`."""
@@ -56,7 +68,7 @@ class CheckpointingTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         everyones = self._gather(self._own_random_state())
         weights = self.whole_weights()
-        optimizer = self.optimizer.state_dict() if weights is None else whole(self.optimizer.state_dict())
+        optimizer = self._whole_optimizer_state()
         if not self.args.should_save:
             return
 
@@ -78,6 +90,12 @@ class CheckpointingTrainer(Trainer):
             keep_also=self.keep_also | self._recent(),
         )
 
+    def _whole_optimizer_state(self) -> dict[str, Any]:
+        if self.is_deepspeed_enabled:
+            return whole_optimizer_state(self.optimizer.optimizer, self.parameter_groups)
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return whole(state) if self.is_fsdp_enabled else state
+
     def _recent(self) -> set[int]:
         steps = [checkpoint_step(path) for path in list_checkpoints(self.checkpoint_root)]
         limit = self.state.global_step - self.recent_steps_kept
@@ -95,30 +113,40 @@ class CheckpointingTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
-        if resume_from_checkpoint is None or not self.is_fsdp_enabled:
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        with self._as_if_unsharded():
-            self._load_from_checkpoint(resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            with self._as_if_unsharded():
+                self._load_from_checkpoint(resume_from_checkpoint)
+        if self.is_deepspeed_enabled:
+            settle_zero(self.accelerator.deepspeed_plugin, self.product_dtype, self.settings.max_grad_norm)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        self._load_scaler(resume_from_checkpoint)
+        if self.is_deepspeed_enabled:
+            take_over_step(self.accelerator, self.optimizer, self.check_norm)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
         return prepared
 
     @contextlib.contextmanager
     def _as_if_unsharded(self) -> Iterator[None]:
-        self.is_fsdp_enabled = False
+        before = self.is_fsdp_enabled, self.is_deepspeed_enabled
+        self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         try:
             yield
         finally:
-            self.is_fsdp_enabled = True
+            self.is_fsdp_enabled, self.is_deepspeed_enabled = before
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         state = load_state(Path(checkpoint) / "optimizer")
-        if self.is_fsdp_enabled:
-            state = spread_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), state)
-        self.optimizer.load_state_dict(state)
+        if self.is_deepspeed_enabled:
+            spread_zero_state(self.optimizer.optimizer, self.parameter_groups, state)
+        else:
+            if self.is_fsdp_enabled:
+                state = spread_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), state)
+            self.optimizer.load_state_dict(state)
         self.lr_scheduler.load_state_dict(load_state(Path(checkpoint) / "scheduler"))
 
     def _rng_path(self, folder: Path, number: int) -> Path:

@@ -20,12 +20,23 @@ from finetune.model.adapters import check_gradients_arrive
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.telemetry.trackers import tracked
+from finetune.training.batch_ramp import Windows, window_loader
 from finetune.training.checkpointing import CheckpointingTrainer
+from finetune.training.float8 import use_float8
 from finetune.training.memory_saving import offload_context, set_model_dropout
 from finetune.training.optimizers import build_optimizer
 from finetune.training.schedules import build_schedule
 from finetune.training.sharding import has_experts
-from finetune.training.shares import IDLE, SharedLoader, SharedSteps, copy_tally, uncount
+from finetune.training.shares import (
+    IDLE,
+    SharedLoader,
+    SharedSteps,
+    SharedWindows,
+    Sharing,
+    copy_tally,
+    uncount,
+)
+from finetune.training.zero import whole_gradient
 
 # Below this factor fp16 gradients overflow whatever is done: the loss itself is broken.
 _SMALLEST_LOSS_SCALE = 1.0
@@ -48,8 +59,18 @@ class ExactTrainer(CheckpointingTrainer):
     rate_factor: Callable[[int], float] = staticmethod(lambda step: 1.0)
     left_out: Callable[[int], frozenset[str]] = staticmethod(lambda step: frozenset())
 
-    def follow(self, settings: TrainSection, *, checkpoint_root: Path, owner: str, tally: StepTally) -> None:
-        """Call once after the trainer is built. `owner`: digest of what the run depends on."""
+    def follow(
+        self,
+        settings: TrainSection,
+        *,
+        checkpoint_root: Path,
+        owner: str,
+        tally: StepTally,
+        windows: Windows | None = None,
+    ) -> None:
+        """Call once after the trainer is built. `owner`: digest of what the run depends on. `windows`: the examples of every
+        step where the batch grows; a step is then one item of the loader, a list of micro-batches.
+        """
         self.settings, self.checkpoint_root, self.owner, self.tally = settings, checkpoint_root, owner, tally
         self._tracked: dict[str, float] = {}
         self.keep_also: set[int] = set(settings.pin_checkpoints)
@@ -60,7 +81,13 @@ class ExactTrainer(CheckpointingTrainer):
         # The losses here divide by the items of the whole step, so the trainer must count and not rescale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
+        self.windows = windows
+        if windows is not None:
+            self.add_callback(_EpochOfWindow(windows))
         self.add_callback(_HoldStarts())
+        self.add_callback(_KeepRateOfSkippedStep(tally))
+        if settings.fp8:
+            use_float8(self.model)
         self._prepare_for_several()
 
     def _prepare_for_several(self) -> None:
@@ -72,15 +99,26 @@ class ExactTrainer(CheckpointingTrainer):
             if (policy := plugin.mixed_precision_policy) is not None:
                 plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
+    def spreads_trained_head(self, base: Any) -> bool:
+        """Whether ZeRO-3 spreads a head that trains: it is whole only while the head's own forward and backward pass run."""
+        if not self.is_deepspeed_enabled or self.accelerator.deepspeed_plugin.zero_stage < 3:
+            return False
+        return any(parameter.requires_grad for parameter in base.get_output_embeddings().parameters())
+
     def get_train_dataloader(self) -> Any:
-        """One process reads transformers' loader; several share every step of it."""
-        if self.args.world_size == 1:
-            return super().get_train_dataloader()
+        """One process reads transformers' loader, or with a batch ramp one of steps; several share every step of it."""
         dataset: Any = self.train_dataset
-        steps = SharedSteps(
-            len(dataset), self.settings, self.args.data_seed, self.args.process_index, self.args.world_size
-        )
-        return SharedLoader(dataset, steps, self.data_collator)
+        rank, n_ranks = self.args.process_index, self.args.world_size
+        micro = self.settings.micro_batch_size
+        if n_ranks == 1 and self.windows is None:
+            return super().get_train_dataloader()
+        if self.windows is None:
+            steps = SharedSteps(len(dataset), self.settings, self.args.data_seed, rank, n_ranks)
+            return SharedLoader(dataset, steps, self.data_collator)
+        if n_ranks == 1:
+            return self.accelerator.prepare(window_loader(dataset, self.windows, micro, self.data_collator))
+        sharing = Sharing(rank, n_ranks, micro, self.settings.packing)
+        return SharedLoader(dataset, SharedWindows(self.windows.examples, sharing), self.data_collator)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
@@ -89,7 +127,8 @@ class ExactTrainer(CheckpointingTrainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         if rows := self.left_out(self.state.global_step):
             self.silence(batches, rows)
-        own = [batch for batch in batches if isinstance(batch, list) or IDLE not in batch]
+        parts = [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
+        own = [part for part in parts if IDLE not in part]
         return batches, self._get_num_items_in_batch(own, device)
 
     def silence(self, batches: list[Any], rows: frozenset[str]) -> None:
@@ -104,15 +143,16 @@ class ExactTrainer(CheckpointingTrainer):
         """The recipe's; `model` is the wrapped one where its parameters are sharded."""
         if self.optimizer is None:
             self.optimizer = build_optimizer(self.model if model is None else model, self.settings)
+            self.parameter_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The recipe's schedule over the whole run."""
         if self.lr_scheduler is None:
             chosen = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = build_schedule(
-                getattr(chosen, "optimizer", chosen), self.settings, num_training_steps, self.rate_factor
-            )
+            while hasattr(chosen, "optimizer"):  # accelerate's and DeepSpeed's, around the recipe's own
+                chosen = chosen.optimizer
+            self.lr_scheduler = build_schedule(chosen, self.settings, num_training_steps, self.rate_factor)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -146,15 +186,21 @@ class ExactTrainer(CheckpointingTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.state.global_step == 0:
-            check_gradients_arrive(self.model)
-        norm = super()._clip_grad_norm(model)
+            check_gradients_arrive(self.model, whole_gradient if self.is_deepspeed_enabled else None)
+        # DeepSpeed clips within its step, which comes next.
+        norm = 0.0 if self.is_deepspeed_enabled else super()._clip_grad_norm(model)
         if self.accelerator.num_processes > 1:
             self._sum_tally_over_ranks()
-        self.tally.grad_norm = float(norm)
-        self.tally.loss_scale = self._loss_scale()
-        if not math.isfinite(self.tally.grad_norm) and not self._will_rescale():
-            raise NotFiniteError("gradient", self.state.global_step + 1)
+        if not self.is_deepspeed_enabled:
+            self.check_norm(float(norm))
         return norm
+
+    def check_norm(self, norm: float) -> None:
+        """Note the norm of the step's gradient. Raises UserError for one that is not finite; no weight has changed then."""
+        self.tally.grad_norm = norm
+        self.tally.loss_scale = self._loss_scale()
+        if not math.isfinite(norm) and not self._will_rescale():
+            raise NotFiniteError("gradient", self.state.global_step + 1)
 
     def _will_rescale(self) -> bool:
         """Whether an overflow is that of fp16's loss scale: the scaler then skips the step and halves the scale."""
@@ -231,6 +277,35 @@ class _HoldStarts(TrainerCallback):
     ) -> None:
         if (held := getattr(kwargs["model"], "held_halves", None)) is not None:
             held.after_step()
+
+
+class _EpochOfWindow(TrainerCallback):
+    """The trainer sees one long pass over the windows; events tell the passes over the rows."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.epoch = self._windows.epochs[state.global_step - 1]
+
+
+class _KeepRateOfSkippedStep(TrainerCallback):
+    """After an overflow of fp16 the schedule waits with the weights.
+
+    accelerate takes a step for skipped when the optimizer was not called; a fused one is called all the same, and does
+    nothing.
+    """
+
+    def __init__(self, tally: StepTally) -> None:
+        self._tally = tally
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not math.isfinite(self._tally.grad_norm):
+            kwargs["optimizer"]._is_overflow = True
 
 
 class StopWhenAsked(TrainerCallback):

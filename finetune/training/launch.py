@@ -20,7 +20,7 @@ from ruamel.yaml.error import YAMLError
 from finetune.errors import ExitCode, UserError, did_you_mean
 from finetune.paths import shipped_root
 from finetune.training.processes import FAILURE_FILE
-from finetune.training.sharding import check_sharding
+from finetune.training.sharding import check_sharding, check_zero, load_deepspeed
 
 _SUPPORTED = {"NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"}
 # A step and a checkpoint have to end within it after Ctrl-C; torch's default is 30.
@@ -94,6 +94,8 @@ def _check(config: Any, path: Path) -> None:
         check_sharding(
             "deepspeed" if kind == "DEEPSPEED" else "fsdp2" if version == "2" else "fsdp1", on_cuda
         )
+    if kind == "DEEPSPEED":
+        check_zero(config.deepspeed_config)
     if on_cuda and (config.use_cpu or kind == "MULTI_CPU"):
         raise UserError(
             "training on the CPU of a machine with GPUs is asked for",
@@ -119,6 +121,9 @@ def launch_processes(name: str, overrides: Sequence[str], arguments: Sequence[st
     config = read_launch(path, overrides)
     if config.num_processes == 1:
         raise UserError("one process needs no launcher", where=str(path), fix="leave out --launch")
+    options = _options(config)
+    if str(config.distributed_type.value) == "DEEPSPEED":
+        load_deepspeed()
     with tempfile.TemporaryDirectory(prefix="finetune-launch-") as folder:
         if overrides:
             path = Path(folder) / path.name
@@ -127,21 +132,22 @@ def launch_processes(name: str, overrides: Sequence[str], arguments: Sequence[st
         os.environ[FAILURE_FILE] = str(failure)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
         try:
-            return _launch(_options(path, config), arguments, failure)
+            return _launch(["--config_file", str(path), *options], arguments, failure)
         finally:
             del os.environ[FAILURE_FILE]
 
 
-def _options(path: Path, config: Any) -> list[str]:
+def _options(config: Any) -> list[str]:
     """Options of `accelerate launch` that the config leaves open."""
     import psutil
     import torch
 
-    options = ["--config_file", str(path)]
+    options = []
     if config.main_process_port is None and config.num_machines == 1:
         options += ["--main_process_port", "0"]  # any free one: two runs on one machine do not meet
     if not torch.cuda.is_available():
-        options.append("--multi_gpu")  # without it accelerate starts a single process on the CPU
+        if config.distributed_type.value != "DEEPSPEED":
+            options.append("--multi_gpu")  # without it accelerate starts a single process on the CPU
         if "OMP_NUM_THREADS" not in os.environ:
             cores = psutil.cpu_count(logical=False) or 1
             here = config.num_processes // config.num_machines

@@ -16,6 +16,7 @@ from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_trainer import AnswerTrainer
 from finetune.training.arguments import count_steps, shared_arguments
+from finetune.training.batch_ramp import plan_windows
 from finetune.training.branches import BranchCollator, Packs, make_packs
 from finetune.training.preference_watch import PreferenceWatch
 from finetune.training.reference import add_reference, weights_key
@@ -55,13 +56,18 @@ def train_preference(
         )
         for rows in (train_rows, validation_rows)
     ]
+    windows = None
+    if settings.batch_ramp is not None:
+        tokens = [sum(example.n_tokens for example in pack.examples) for pack in packs[0].packs]
+        windows = plan_windows(tokens, settings, recipe.seed)
     trainer = _make_trainer(
         recipe,
-        total_steps=count_steps(len(packs[0]), settings),
+        total_steps=count_steps(len(packs[0]), settings) if windows is None else len(windows),
         checkpoint_root=run_folder / "checkpoints",
         owner=owner,
         settings=settings,
         tally=StepTally(),
+        windows=windows,
         collator=_collator(settings.method, model, share),
         train_packs=packs[0],
         validation_packs=packs[1] if len(packs[1]) else None,

@@ -9,6 +9,7 @@ import torch
 from finetune.errors import Fault, UserError
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.trackers import missing_trackers
+from finetune.training.float8 import float8_fault
 from finetune.training.optimizers import check_optimizer
 from finetune.training.processes import n_processes
 from finetune.training.sharding import sharding_faults, sharding_of
@@ -41,15 +42,8 @@ def check_training(recipe: Recipe, *, on_cuda: bool | None = None) -> None:
                 "set train.gradient_checkpointing: true to keep fewer of them",
             )
         )
-    if recipe.train.fp8:
-        faults.append(
-            Fault(
-                "products in 8-bit floats are not part of the training yet",
-                "train.fp8",
-                "the run would be one in the recipe's other precision under this name",
-                "set train.fp8: false; bf16 is the next smaller step",
-            )
-        )
+    if recipe.train.fp8 and (fault := float8_fault(recipe, on_cuda=on_cuda)) is not None:
+        faults.append(fault)
     for name in missing_trackers(recipe.train.report_to):
         faults.append(
             Fault(
@@ -70,15 +64,6 @@ def _several_processes(recipe: Recipe) -> list[Fault]:
     if count == 1:
         return []
     faults = sharding_faults(recipe, sharding_of(os.environ))
-    if settings.batch_ramp is not None:
-        faults.append(
-            Fault(
-                "the batch ramp counts the windows of one process",
-                "train.batch_ramp",
-                f"this run has {count} processes",
-                "leave out train.batch_ramp, or start one process",
-            )
-        )
     if settings.on_divergence == "rewind":
         faults.append(
             Fault(

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ExitCode, UserError
-from finetune.training.sharding import asked_sharding, check_sharding
+from finetune.training.sharding import (
+    asked_sharding,
+    check_sharding,
+    check_zero,
+    sharding_of,
+    zero_of_environment,
+)
 
 TRAIN, END = "train", "end"  # what the first process posts: all train from here on; nothing is left to do
 FAILURE_FILE = "FINETUNE_FAILURE_FILE"  # environment variable that the launcher sets
@@ -90,11 +96,19 @@ def join_processes() -> Processes:
 
 
 def _join() -> Processes:
-    import torch
     from accelerate import PartialState
 
-    check_sharding(*asked_sharding())
-    PartialState(cpu=not torch.cuda.is_available(), timeout=_COLLECTIVE_TIMEOUT)
+    sharding, on_cuda = asked_sharding()
+    check_sharding(sharding, on_cuda)
+    if sharding == "deepspeed":
+        check_zero(zero_of_environment(os.environ))
+    if sharding == "deepspeed" and not on_cuda:
+        from finetune.training.zero import leave_exchange_to_gloo
+
+        leave_exchange_to_gloo()
+        PartialState(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+    else:
+        PartialState(cpu=not on_cuda, timeout=_COLLECTIVE_TIMEOUT)
     threading.Thread(target=_end_with_others, args=(_open_store(),), daemon=True).start()
     return Processes(rank(), n_processes(), _open_store())
 
@@ -130,6 +144,10 @@ def leave_processes() -> None:
     import torch
 
     _over.set()
+    if sharding_of(os.environ) == "deepspeed":
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # else the next model would be loaded in parts
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -28,6 +28,7 @@ from finetune.telemetry.events import EventLog, read_events
 from finetune.telemetry.flops import measure_peak_flops, step_work
 from finetune.telemetry.progress import Progress
 from finetune.telemetry.trackers import trackers_open
+from finetune.telemetry.updates import count
 from finetune.training.best_step import BestStep
 from finetune.training.checkpoints import checkpoint_step, newest_usable, publish_folder
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
@@ -200,7 +201,7 @@ class Session:
     def _watch(self, stop: StopWhenAsked, best: BestStep | None) -> TelemetryCallback:
         trainer = self.trainer
         log = EventLog(self.events_path if trainer.accelerator.is_main_process else None)
-        compute = DTYPES[self.recipe.model.dtype]
+        compute = trainer.product_dtype = DTYPES[self.recipe.model.dtype]
         telemetry = TelemetryCallback(
             log,
             trainer.tally,
@@ -351,7 +352,7 @@ def summarise(
         seconds=round(seconds, 2),
         tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
         mfu=shares[len(shares) // 2] if shares else 0.0,
-        trainable_parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        trainable_parameters=sum(count(p) for p in trainer.model.parameters() if p.requires_grad),
         adapter_sha256=digest_file(weights),
         validation=measured,
     )

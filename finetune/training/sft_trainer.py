@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTTrainer
 
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
-from finetune.training.batch_ramp import Windows, window_loader
+from finetune.training.batch_ramp import Windows
 from finetune.training.best_step import RowLosses
 from finetune.training.embedding_noise import EmbeddingNoise, token_lengths
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
@@ -56,16 +55,13 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally)
+        self.follow(settings, checkpoint_root=checkpoint_root, owner=owner, tally=tally, windows=windows)
         loss = settings.loss
         self.loss_shape = LossShape(loss.kind == "dft", loss.label_smoothing, loss.z_loss)
         self.data_collator = WeightedCollator(self.data_collator)
-        self.windows = windows
-        if windows is not None:
-            self.add_callback(_EpochOfWindow(windows))
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.noise = EmbeddingNoise(base.get_input_embeddings(), loss.neftune_alpha)
-        self.uses_target_head = supports_target_head(base)
+        self.uses_target_head = supports_target_head(base) and not self.spreads_trained_head(base)
         if self.uses_target_head:
             add_target_head(base)
 
@@ -162,27 +158,15 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         """Weights of the targets of the whole optimizer step, over all ranks; plain targets weigh 1."""
         total = 0.0
-        for sample in batch_samples:
-            for batch in sample if isinstance(sample, list) else [sample]:
-                weights = target_weights(batch)
-                total += (
-                    int((batch["labels"][:, 1:] != IGNORED).sum())
-                    if weights is None
-                    else float(weights.sum())
-                )
+        for batch in batch_samples:
+            weights = target_weights(batch)
+            total += (
+                int((batch["labels"][:, 1:] != IGNORED).sum()) if weights is None else float(weights.sum())
+            )
         counted = torch.tensor(total, dtype=torch.float64, device=device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counted = self.accelerator.reduce(counted, reduction="sum")
         return counted
-
-    def get_train_dataloader(self) -> Any:
-        """One micro-batch an item, or with a batch ramp one optimizer step an item."""
-        if self.windows is None:
-            return super().get_train_dataloader()
-        loader = window_loader(
-            self.train_dataset, self.windows, self.settings.micro_batch_size, self.data_collator
-        )
-        return self.accelerator.prepare(loader)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Token-weighted mean loss of the validation rows: Σ nll / Σ targets, in nats, over all processes."""
@@ -216,18 +200,6 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
                 rows = torch.tensor([row for example in examples for row in example["rows"]])
                 sums.add(nll, document_of_targets(batch), rows)
         return sums.over_ranks(self.accelerator)
-
-
-class _EpochOfWindow(TrainerCallback):
-    """The trainer sees one long pass over the windows; events tell the passes over the rows."""
-
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        state.epoch = self._windows.epochs[state.global_step - 1]
 
 
 __all__ = ["IGNORED", "ExactSftTrainer", "OnEvent", "StopWhenAsked"]

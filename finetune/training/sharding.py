@@ -5,7 +5,11 @@ accelerate ignores an FSDP plugin on a CPU without a word: every process would h
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,17 +35,31 @@ def sharding_of(environment: Mapping[str, str]) -> Sharding:
     return "none"
 
 
+def is_deepspeed_installed() -> bool:
+    """Whether the extra `deepspeed` is there."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def load_deepspeed() -> None:
+    """Import DeepSpeed, if it is there, so that what it logs goes to standard error: standard output belongs to answers."""
+    if is_deepspeed_installed():
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module("deepspeed")
+
+
 def check_sharding(sharding: Sharding, on_cuda: bool) -> None:
     """Raise UserError where weights cannot be spread as asked."""
     if sharding == "none":
         return
     if sharding == "deepspeed":
-        raise UserError(
-            "DeepSpeed is not supported",
-            where="the launch config",
-            why="its checkpoints are pickle, which is neither written nor read here",
-            fix="use recipes/launch/fsdp2_8.yaml, which spreads weights, gradients and optimizer states as ZeRO-3 does",
-        )
+        if not is_deepspeed_installed():
+            raise UserError(
+                "DeepSpeed is not installed",
+                where="the launch config",
+                why="it is no part of a plain installation",
+                fix="pip install 'finetune-pipeline[deepspeed]', or use recipes/launch/fsdp2_8.yaml, which spreads as much",
+            )
+        return
     if not on_cuda:
         raise UserError(
             "FSDP needs GPUs, and this machine has none",
@@ -58,6 +76,57 @@ def check_sharding(sharding: Sharding, on_cuda: bool) -> None:
         )
 
 
+# Keys of accelerate's deepspeed_config, the variables that its launcher makes of them, and the values that are proven here.
+_ZERO_KEYS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "zero_stage": ("ZERO_STAGE", ("2", "3"), "2"),
+    "offload_optimizer_device": ("OFFLOAD_OPTIMIZER_DEVICE", ("none", "cpu"), "none"),
+    "offload_param_device": ("OFFLOAD_PARAM_DEVICE", ("none", "cpu"), "none"),
+    "zero3_init_flag": ("ZERO3_INIT", ("false",), "false"),
+    "deepspeed_config_file": ("CONFIG_FILE", ("none",), "none"),
+    "gradient_accumulation_steps": ("", ("auto",), "auto"),
+    "gradient_clipping": ("", ("auto",), "auto"),
+    "deepspeed_multinode_launcher": ("", ("standard",), "standard"),
+}
+_ZERO_REASONS = {
+    "zero_stage": "stage 2 spreads gradients and optimizer states, 3 weights too; without either use recipes/launch/ddp_8.yaml",
+    "zero3_init_flag": "the model is read whole, checked, and spread then",
+    "deepspeed_config_file": "its keys could change the loss, the precision or the step",
+    "gradient_accumulation_steps": "the recipe says it",
+    "gradient_clipping": "the recipe says it (train.max_grad_norm)",
+}
+
+
+def zero_of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The deepspeed_config that accelerate's launcher put into variables."""
+    found = {}
+    for key, (variable, _, _) in _ZERO_KEYS.items():
+        if variable and (value := environment.get(f"ACCELERATE_DEEPSPEED_{variable}")) is not None:
+            found[key] = value
+    return found
+
+
+def check_zero(config: Mapping[str, Any]) -> None:
+    """Raise UserError for keys and values of a deepspeed_config that change what is trained, or are not proven here."""
+    values = {key: str(value).lower() for key, value in config.items() if value is not None}
+    if values.get("zero_stage") == "3":
+        values.setdefault("zero3_init_flag", "true")  # accelerate's default
+    faults = []
+    for key, value in values.items():
+        _, allowed, usual = _ZERO_KEYS.get(key, ("", (), ""))
+        if value not in allowed:
+            fix = f"set {key}: {usual}" if allowed else f"leave out {key}"
+            faults.append(
+                Fault(
+                    f"{key}: {value} is not supported",
+                    f"deepspeed_config.{key}",
+                    _ZERO_REASONS.get(key, ""),
+                    fix,
+                )
+            )
+    if faults:
+        raise UserError(faults)
+
+
 def has_experts(config: Any) -> bool:
     """Whether tokens choose among experts, so that some weights may have no part in a step."""
     text = config.get_text_config()
@@ -66,6 +135,8 @@ def has_experts(config: Any) -> bool:
 
 # Optimizers that treat every number by itself, so that a part of a matrix is stepped as it is in the whole one.
 _ELEMENTWISE = ("adamw", "adamw_fused", "sgd", "momentum", "lion", "ademamix")
+# DeepSpeed flattens a group into one vector: of these the state is known to be one number for each of its elements.
+_FLATTENED = ("adamw", "adamw_fused", "sgd", "momentum", "lion")
 
 
 def sharding_faults(recipe: Recipe, sharding: Sharding) -> list[Fault]:
@@ -73,6 +144,7 @@ def sharding_faults(recipe: Recipe, sharding: Sharding) -> list[Fault]:
     if sharding == "none":
         return []
     model, adapter, train = recipe.model, recipe.adapter, recipe.train
+    optimizers = _FLATTENED if sharding == "deepspeed" else _ELEMENTWISE
     rules = [
         (
             model.quantize != "none",
@@ -89,15 +161,26 @@ def sharding_faults(recipe: Recipe, sharding: Sharding) -> list[Fault]:
         ),
         (train.method != "sft", "train.method", f"{train.method} scores with the model before it is spread"),
         (
-            train.optimizer not in _ELEMENTWISE,
+            train.optimizer not in optimizers,
             "train.optimizer",
-            f"{train.optimizer} needs whole matrices or a state of its own; {' and '.join(_ELEMENTWISE[:2])} do not",
+            f"{train.optimizer} needs whole matrices or a state of its own; {' and '.join(optimizers[:2])} do not",
+        ),
+        (
+            sharding == "deepspeed" and train.gradient_checkpointing == "selective",
+            "train.gradient_checkpointing",
+            "DeepSpeed gathers weights for whole layers, which are recomputed whole",
         ),
         (
             train.result == "best" or train.early_stopping is not None,
             "train.result",
             "the weights of an earlier step are read into a whole model",
         ),
+        (
+            train.batch_ramp is not None,
+            "train.batch_ramp",
+            "a step's gradients are spread once, not batch by batch",
+        ),
+        (train.fp8, "train.fp8", "products in 8 bits read whole weights"),
         (train.samples is not None, "train.samples", "answers are generated with a whole model"),
     ]
     return [

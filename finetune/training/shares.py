@@ -47,46 +47,69 @@ def micro_batches_of_process(settings: TrainSection, n_processes: int) -> int:
     return math.ceil(math.ceil(step / n_processes) / settings.micro_batch_size)
 
 
-class SharedSteps:
-    """Batch sampler of one process: what it has of every step. Where a step has fewer packs than there are processes, the
-    rows of a pack are shared out.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which process shares out steps: `rank` of `n_ranks`, its micro-batches of `micro` examples, which may be `packs`."""
 
-    Every process has as many batches, or those that exchange gradients would wait forever for one that has ended.
-    """
+    rank: int
+    n_ranks: int
+    micro: int
+    packs: bool
+
+    def n_batches(self, n_examples: int) -> int:
+        """Micro-batches that each process has of a step of `n_examples`."""
+        return math.ceil(math.ceil(n_examples / self.n_ranks) / self.micro)
+
+    def batches(self, window: Sequence[int]) -> list[list[Share]]:
+        """This process's micro-batches of a step. Every process has as many, or those that exchange gradients would wait
+        forever for one that has ended. Where a step has fewer packs than there are processes, the rows of a pack are
+        shared out.
+        """
+        if self.packs and len(window) < self.n_ranks:
+            which = self.rank % len(window)
+            n_parts = len(range(which, self.n_ranks, len(window)))
+            return [[Share(window[which], self.rank // len(window), n_parts)]]
+        own = window[self.rank :: self.n_ranks]
+        starts = range(0, self.n_batches(len(window)) * self.micro, self.micro)
+        parts = [[Share(place) for place in own[start : start + self.micro]] for start in starts]
+        return [part or [Share(window[0], idle=True)] for part in parts]
+
+
+class SharedSteps:
+    """Batch sampler of one process: the micro-batches that it has of every step."""
 
     def __init__(self, n_examples: int, settings: TrainSection, seed: int, rank: int, n_ranks: int) -> None:
         self._order = SeedableRandomSampler(range(n_examples), data_seed=seed)
         self._step = settings.micro_batch_size * settings.gradient_accumulation_steps
-        self._micro, self._packs = settings.micro_batch_size, settings.packing
-        self._rank, self._n_ranks, self._n_examples = rank, n_ranks, n_examples
+        self._sharing = Sharing(rank, n_ranks, settings.micro_batch_size, settings.packing)
+        self._n_examples = n_examples
 
     def set_epoch(self, epoch: int) -> None:
         """The order of the examples differs from epoch to epoch, as with one process."""
         self._order.set_epoch(epoch)
 
-    def _n_batches(self, n_examples: int) -> int:
-        return math.ceil(math.ceil(n_examples / self._n_ranks) / self._micro)
-
     def __len__(self) -> int:
         whole, rest = divmod(self._n_examples, self._step)
-        return whole * self._n_batches(self._step) + self._n_batches(rest)
+        return whole * self._sharing.n_batches(self._step) + self._sharing.n_batches(rest)
 
     def __iter__(self) -> Iterator[list[Share]]:
         order = list(self._order)
         for start in range(0, len(order), self._step):
-            window = order[start : start + self._step]
-            if self._packs and len(window) < self._n_ranks:
-                yield [self._part(window)]
-                continue
-            own = window[self._rank :: self._n_ranks]
-            for number in range(self._n_batches(len(window))):
-                batch = own[number * self._micro : (number + 1) * self._micro]
-                yield [Share(place) for place in batch] or [Share(window[0], idle=True)]
+            yield from self._sharing.batches(order[start : start + self._step])
 
-    def _part(self, window: list[int]) -> Share:
-        which = self._rank % len(window)
-        n_parts = len(range(which, self._n_ranks, len(window)))
-        return Share(window[which], self._rank // len(window), n_parts)
+
+class SharedWindows:
+    """Batch sampler of one process over steps that are planned: a whole step an item, a list of micro-batches."""
+
+    def __init__(self, windows: Sequence[Sequence[int]], sharing: Sharing) -> None:
+        self._windows, self._sharing = windows, sharing
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __iter__(self) -> Iterator[list[list[Share]]]:
+        for window in self._windows:
+            yield self._sharing.batches(window)
 
 
 def part_of(example: Any, part: int, parts: int) -> Any:
@@ -126,7 +149,7 @@ def _even_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 class _Shares(Dataset[Any]):
-    """The dataset by shares: whether it is only computed along, and the example or a part of it."""
+    """The dataset by shares: whether it is only computed along, and the example or a part of it; a list for a list."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -134,7 +157,9 @@ class _Shares(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, share: Share) -> tuple[bool, Any]:
+    def __getitem__(self, share: Share | list[Share]) -> Any:
+        if isinstance(share, list):
+            return [self[one] for one in share]
         example = self.dataset[share.place]
         if share.parts == 1:
             return share.idle, example
@@ -143,10 +168,15 @@ class _Shares(Dataset[Any]):
 
 
 class SharedLoader(DataLoader[Any]):
-    """The micro-batches of one process; those that are only computed along have the key `IDLE`."""
+    """The micro-batches of one process; those that are only computed along have the key `IDLE`. Over `SharedWindows` an
+    item is a step, a list of micro-batches."""
 
-    def __init__(self, dataset: Any, steps: SharedSteps, collate: Callable[[list[Any]], Any]) -> None:
-        def marked(examples: list[tuple[bool, Any]]) -> Any:
+    def __init__(
+        self, dataset: Any, steps: SharedSteps | SharedWindows, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        def marked(examples: list[Any]) -> Any:
+            if isinstance(examples[0], list):
+                return [marked(part) for part in examples]
             batch = collate([example for _, example in examples])
             return {**batch, IDLE: True} if any(idle for idle, _ in examples) else batch
 
@@ -156,7 +186,8 @@ class SharedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the trainer when an epoch begins."""
-        self.steps.set_epoch(epoch)
+        if isinstance(self.steps, SharedSteps):
+            self.steps.set_epoch(epoch)
 
 
 def copy_tally(tally: StepTally) -> StepTally:

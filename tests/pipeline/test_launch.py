@@ -25,10 +25,12 @@ from finetune.training.processes import END, EndedElsewhereError, Processes
 OTHER_DISK = "import os\nif os.environ.get('RANK') == '1':\n    os.environ['FINETUNE_RUNS'] = '/nowhere'\n"
 
 
-def launched(project: Any, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def launched(
+    project: Any, *arguments: str, launch: str = "ddp_2", **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "finetune.cli.main", "run", str(project.recipe)]
     return subprocess.run(
-        [*command, "--launch", "recipes/launch/ddp_2.yaml", *arguments],
+        [*command, "--launch", f"recipes/launch/{launch}.yaml", *arguments],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         cwd=project.folder,
         capture_output=True,
@@ -63,9 +65,28 @@ def test_two_processes_run_as_one_does_and_tell_once_what_fails(project: Any) ->
     assert two.stderr.count("evaluate: digits") == 1
 
 
+@pytest.mark.slow
+def test_a_whole_run_under_deepspeed_is_that_of_one_process(project: Any) -> None:
+    """The weights are spread, trained, gathered and saved, then evaluated by the first process alone."""
+    pytest.importorskip(
+        "deepspeed", reason="DeepSpeed is not installed: pip install 'finetune-pipeline[deepspeed]'"
+    )
+    two = launched(project, "--launch-set", "num_processes=2", "--json", launch="zero3_8")
+    assert "run" in two.stdout, two.stderr[-3000:]
+    answer = json.loads(two.stdout)
+    assert two.returncode == answer["exit_code"]
+    one = project.run(run_dir=project.folder / "one")
+    expected = load_file(one.folder / "adapter/adapter_model.safetensors")
+    found = load_file(Path(answer["run"]) / "adapter/adapter_model.safetensors")
+    assert expected.keys() == found.keys()
+    for name, tensor in found.items():
+        assert (tensor - expected[name]).abs().max() < 1e-3, name
+
+
 def test_shipped_configs_are_what_accelerate_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("finetune.training.sharding.is_deepspeed_installed", lambda: True)
     here = ["machine_rank=1", "main_process_ip=10.0.0.1"]
     for path in sorted((shipped_root() / "recipes" / "launch").glob("*.yaml")):
         config = read_launch(find_launch(path.stem), here)
@@ -73,7 +94,8 @@ def test_shipped_configs_are_what_accelerate_reads(monkeypatch: pytest.MonkeyPat
         machines, _, each = count.rpartition("x")
         assert config.num_machines == int(machines or 1)
         assert config.num_processes == int(machines or 1) * int(each)
-        kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}[name]
+        kinds = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+        kind = kinds[name.removesuffix("_offload")]
         assert config.distributed_type.value == kind
         assert config.machine_rank == 1
 
@@ -103,6 +125,44 @@ def test_fsdp_configs_make_the_plugin_that_they_say(monkeypatch: pytest.MonkeyPa
     assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
 
 
+@pytest.mark.parametrize("name", ["zero2_8", "zero3_8", "zero3_offload_8", "zero3_2x8"])
+def test_deepspeeds_own_loader_takes_the_zero_configs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file through accelerate's variables and plugin into DeepSpeed's reader, with what a trainer fills in."""
+    pytest.importorskip(
+        "deepspeed", reason="DeepSpeed is not installed: pip install 'finetune-pipeline[deepspeed]'"
+    )
+    import torch
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from finetune.training.sharding import check_zero, zero_of_environment
+    from finetune.training.zero import settle_zero
+
+    path = shipped_root() / "recipes" / "launch" / f"{name}.yaml"
+    options = ["--config_file", str(path), "--main_process_port", "0", "--machine_rank", "0", "-m", "x"]
+    parsed = launch_command_parser().parse_args(options)
+    known, defaults, _ = _validate_launch_command(parsed)
+    known.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    _, environment = prepare_deepspeed_cmd_env(known)
+    for key, value in environment.items():
+        if key.startswith("ACCELERATE_"):
+            monkeypatch.setenv(key, value)
+    check_zero(zero_of_environment(environment))
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero3_init_flag is False
+    plugin.fill_match("gradient_accumulation_steps", gradient_accumulation_steps=2)
+    settle_zero(plugin, torch.bfloat16, 0.5)
+    sizes = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 2}
+    read = DeepSpeedConfig(plugin.deepspeed_config | sizes)
+    assert int(read.zero_config.stage) == int(name[4])
+    assert (read.zero_config.offload_optimizer.device == "cpu") is ("offload" in name)
+    assert read.gradient_clipping == 0.5
+    assert read.torch_autocast_enabled and read.torch_autocast_dtype == torch.bfloat16
+    assert not read.bfloat16_config.enabled and not read.float16_config.enabled
+
+
 def read_fsdp_keys(path: Path) -> list[str]:
     from ruamel.yaml import YAML
 
@@ -124,7 +184,26 @@ def read_fsdp_keys(path: Path) -> list[str]:
         ("distributed_type: NEWEST\nnum_processes: 2\n", [], "NEWEST"),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", [], "where the first one is"),
         ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", [], "FSDP needs GPUs"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\n", [], "DeepSpeed"),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 1}\n",
+            [],
+            "zero_stage: 1 is not supported",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3}\n",
+            [],
+            "zero3_init_flag: true is not supported",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 2.0}\n",
+            [],
+            "gradient_clipping: 2.0 is not supported",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: my.json}\n",
+            [],
+            "deepspeed_config_file: my.json is not supported",
+        ),
         ("[", [], "cannot be read"),
     ],
 )
@@ -132,15 +211,26 @@ def test_a_config_that_cannot_be_used_is_refused_before_a_process_starts(
     content: str, overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("finetune.training.sharding.is_deepspeed_installed", lambda: True)
     path = tmp_path / "launch.yaml"
     path.write_text(content)
     with pytest.raises(UserError, match=message):
         read_launch(path, overrides)
 
 
+def test_deepspeed_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.training.sharding.is_deepspeed_installed", lambda: False)
+    with pytest.raises(UserError, match="DeepSpeed is not installed") as caught:
+        read_launch(find_launch("zero2_8"), ["num_processes=2"])
+    assert "finetune-pipeline[deepspeed]" in caught.value.faults[0].fix
+
+
 def test_the_nearest_shipped_config_is_named() -> None:
     with pytest.raises(UserError, match=r"did you mean 'fsdp2_8'\?"):
         find_launch("fsdp_8")
+
+
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 def recipe_of(**changes: Any) -> Recipe:
@@ -156,6 +246,9 @@ def recipe_of(**changes: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("environment", "changes", "where"),
     [
+        (ZERO, {"train": {"optimizer": "ademamix"}}, "train.optimizer"),
+        (ZERO, {"train": {"gradient_checkpointing": "selective"}}, "train.gradient_checkpointing"),
+        (ZERO, {"model": {"id": "t", "quantize": "nf4"}}, "model.quantize"),
         ({}, {"train": {"packing": False}}, "train.gradient_accumulation_steps"),
         ({}, {"train": {"gradient_accumulation_steps": 8, "auto": True}}, "train.auto"),
         (

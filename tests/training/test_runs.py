@@ -253,14 +253,16 @@ def test_all_that_a_machine_lacks_is_told_at_once(make_recipe: Any) -> None:
     assert len(caught.value.faults) == 3
 
 
-def test_a_batch_ramp_is_refused_where_several_processes_train(
+def test_a_batch_ramp_goes_with_several_processes_but_not_with_spread_weights(
     make_recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(train__gradient_accumulation_steps=4, train__batch_ramp={"steps": 2})
-    check_training(recipe, on_cuda=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="this run has 2 processes"):
+    check_training(recipe, on_cuda=False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError) as caught:
         check_training(recipe, on_cuda=False)
+    assert [fault.where for fault in caught.value.faults] == ["train.batch_ramp"]
 
 
 def test_a_plain_recipe_passes_the_preflight(make_recipe: Any) -> None:

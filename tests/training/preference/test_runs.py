@@ -35,6 +35,29 @@ def test_a_killed_run_ends_in_the_same_bytes(
     assert any("continuing" in line for line in said) == (dies_at_step > 2)
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_batch_that_grows_takes_every_example_once_and_resumes(
+    method: str, dpo_recipe: Any, train_pairs: Any, make_pairs: Any, dies_at: Any
+) -> None:
+    recipe = dpo_recipe(
+        method,
+        losses=["kto"] if method == "kto" else ["sigmoid"],
+        train__packing=False,
+        train__gradient_accumulation_steps=3,
+        train__batch_ramp={"start_accumulation": 1, "steps": 4},
+        train__epochs=1,
+    )
+    rows = make_pairs(7, unit="judged" if method == "kto" else "pair")
+    _, whole, _ = train_pairs(recipe, name="whole", rows=rows)
+    sizes = [1, 1, 2, 2, *[3] * 9]
+    counts = [round(event["epoch"] * len(rows)) for event in events_of(whole, "step")]
+    assert counts == [min(sum(sizes[: n + 1]), len(rows)) for n in range(len(counts))]
+    assert counts[-1] == len(rows) and counts[-2] < len(rows)
+    dies_at(3, lambda: train_pairs(recipe, name="killed", rows=rows))
+    _, killed, _ = train_pairs(recipe, name="killed", rows=rows)
+    assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
+
+
 def test_the_reference_is_computed_once_and_read_by_every_run_from_the_same_start(
     dpo_recipe: Any, train_pairs: Any, make_pairs: Any, tmp_path: Path
 ) -> None:

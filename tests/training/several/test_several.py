@@ -23,6 +23,9 @@ from finetune.telemetry.events import read_events
 WORKER = Path(__file__).with_name("worker.py")
 
 
+SAME = ["curve", "packed", "one_pack", "preference", "full", "ramp", "preference_ramp"]
+
+
 def load_worker() -> ModuleType:
     spec = importlib.util.spec_from_file_location("several_worker", WORKER)
     assert spec is not None and spec.loader is not None
@@ -65,8 +68,10 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What was trained. The embedding of a base without a folder is saved along where a process holds it whole."""
     (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
-    return load_file(str(file))
+    trained = "lora_" if file.parent.name == "adapter" else ""
+    return {name: tensor for name, tensor in load_file(str(file)).items() if trained in name}
 
 
 def same_training(one: Path, other: Path) -> None:
@@ -88,6 +93,13 @@ def same_training(one: Path, other: Path) -> None:
         assert (found[name] - tensor).abs().max() < 1e-4, name
 
 
+def same_movement(one: Path, other: Path) -> None:
+    """Also where each process holds a part of the weights."""
+    for expected, found in zip(steps_of(one), steps_of(other), strict=True):
+        for name in ("weight_norm", "update_ratio", "update_ratio_median"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every training of this module: in one process here, in two beside it, then here again what those two began."""
@@ -98,7 +110,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two.mkdir()
     worker.begun(two / "from-one")
     worker.begun(two / "from-one-sharded")
-    scenarios = ["curve", "packed", "one_pack", "preference", "full", "from-two:begun", "from-one:continued"]
+    scenarios = [*SAME, "from-two:begun", "from-one:continued"]
     scenarios += ["dropout", "dropout_resumed", "interrupted", "interrupted:continued_rarely"]
     scenarios += [
         "half",
@@ -109,7 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "from-one-sharded:fsdp_continued",
     ]
     processes = start(two, 2, scenarios)
-    for name in ("curve", "packed", "one_pack", "preference", "full"):
+    for name in SAME:
         worker.SCENARIOS[name](one / name)
     finish(processes)
     for name in ("from-two", "from-sharded"):
@@ -117,7 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["curve", "packed", "one_pack", "preference", "full"])
+@pytest.mark.parametrize("name", SAME)
 def test_two_processes_train_what_one_does(runs: Path, name: str) -> None:
     same_training(runs / "one" / name, runs / "two" / name)
 
@@ -126,6 +138,12 @@ def test_the_last_step_of_an_epoch_has_too_few_rows_for_two_processes(runs: Path
     """Then one of them computes along and counts nothing: else rows would be repeated, or a process would wait forever."""
     counts = [len(step["rows"]) for step in steps_of(runs / "two" / "curve")]
     assert counts == [4, 4, 1, 4, 4, 1]
+
+
+def test_a_growing_batch_has_the_same_rows_in_every_step(runs: Path) -> None:
+    counts = [len(step["rows"]) for step in steps_of(runs / "two" / "ramp")]
+    assert counts == [len(step["rows"]) for step in steps_of(runs / "one" / "ramp")]
+    assert counts[:4] == [1, 1, 2, 2] and max(counts) == 3 and sum(counts) == 18
 
 
 @pytest.mark.parametrize("name", ["from-one", "from-two"])
@@ -167,6 +185,10 @@ def test_weights_spread_by_fsdp2_train_what_ddp_does(runs: Path, name: str, unsh
     same_training(runs / "two" / unsharded, runs / "two" / name)
 
 
+def test_fsdp2_watches_how_far_a_step_moves_the_weights(runs: Path) -> None:
+    same_movement(runs / "two" / "curve", runs / "two" / "fsdp")
+
+
 def test_bf16_under_fsdp2_keeps_trained_weights_in_fp32(runs: Path) -> None:
     """Products are rounded at other places than under autocast, so that the curves agree to bf16 only."""
     spread, whole = (steps_of(runs / "two" / name) for name in ("fsdp_half", "half"))
@@ -181,6 +203,82 @@ def test_checkpoints_of_fsdp2_and_of_one_process_are_the_same(runs: Path, name: 
 
 def test_no_checkpoint_holds_pickle(runs: Path) -> None:
     files = [path for path in runs.rglob("checkpoints/**/*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja", ".md"}
+
+
+ZERO = ["zero2", "zero3", "zero3_offload"]
+
+
+@pytest.fixture(scope="module")
+def zero(runs: Path) -> Path:
+    """Trainings under DeepSpeed in two processes; what they began goes on without it, and the other way round."""
+    pytest.importorskip(
+        "deepspeed", reason="DeepSpeed is not installed: pip install 'finetune-pipeline[deepspeed]'"
+    )
+    worker, folder = load_worker(), runs / "zero"
+    folder.mkdir()
+    worker.begun(folder / "from-one")
+    scenarios = [f"{kind}:{kind}+curve" for kind in ZERO]
+    scenarios += [f"{kind}_full:{kind}+full" for kind in ZERO[:2]]
+    scenarios += [f"{kind}_half:{kind}+half" for kind in ZERO[:2]]
+    scenarios += [f"{kind}_diverged:{kind}+diverged" for kind in ZERO[:2]]
+    scenarios += ["from-one:zero3+begun_again", "from-one:zero2+continued", "from-zero:zero3+begun"]
+    scenarios += ["dropout:zero3+dropout", "dropout_resumed:zero3+dropout_resumed"]
+    finish(start(folder, 2, scenarios))
+    worker.continued(folder / "from-zero")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_zero_trains_what_ddp_does(runs: Path, zero: Path, kind: str) -> None:
+    same_training(runs / "two" / "curve", zero / kind)
+
+
+@pytest.mark.parametrize("kind", ZERO[:2])
+def test_zero_tunes_all_weights_as_ddp_does(runs: Path, zero: Path, kind: str) -> None:
+    same_training(runs / "two" / "full", zero / f"{kind}_full")
+
+
+@pytest.mark.parametrize("kind", ZERO[:2])
+def test_bf16_under_zero_is_that_of_ddp(runs: Path, zero: Path, kind: str) -> None:
+    """Products in bf16, trained weights and the sum of their gradients in fp32."""
+    spread, whole = (steps_of(folder) for folder in (zero / f"{kind}_half", runs / "two" / "half"))
+    assert [s["loss"] for s in spread] == pytest.approx([s["loss"] for s in whole], abs=1e-3)
+    assert [s["grad_norm"] for s in spread] == pytest.approx([s["grad_norm"] for s in whole], rel=1e-3)
+    assert {tensor.dtype for tensor in weights_of(zero / f"{kind}_half").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ZERO[:2])
+def test_zero_watches_how_far_a_step_moves_the_weights(runs: Path, zero: Path, kind: str) -> None:
+    same_movement(runs / "two" / "curve", zero / kind)
+
+
+@pytest.mark.parametrize("kind", ZERO[:2])
+def test_a_gradient_that_is_not_finite_stops_zero_before_the_step(zero: Path, kind: str) -> None:
+    folder = zero / f"{kind}_diverged"
+    assert "the gradient of step 3 is not finite" in (folder / "stopped").read_text()
+    assert len(steps_of(folder)) == 2
+    before = load_file(str(folder / "checkpoints/step-2/adapter_model.safetensors"))
+    now = load_file(str(folder / "stopped.safetensors"))
+    assert before
+    for name, tensor in now.items():
+        assert torch.equal(before[name.replace(".default", "")], tensor), name
+
+
+def test_zero_resumes_to_the_same_bytes_with_dropout(zero: Path) -> None:
+    whole, resumed = (zero / name for name in ("dropout", "dropout_resumed"))
+    assert digest_folder(resumed / "adapter") == digest_folder(whole / "adapter")
+    assert [s["loss"] for s in steps_of(resumed)] == [s["loss"] for s in steps_of(whole)]
+
+
+@pytest.mark.parametrize("name", ["from-one", "from-zero"])
+def test_zero_continues_what_others_began_and_others_what_it_began(runs: Path, zero: Path, name: str) -> None:
+    """One process begins, ZeRO-3 goes on, then ZeRO-2; and ZeRO-3 begins, one process goes on."""
+    same_training(runs / "one" / "curve", zero / name)
+
+
+def test_no_checkpoint_of_zero_holds_pickle(zero: Path) -> None:
+    files = [path for path in zero.rglob("checkpoints/**/*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja", ".md"}
 
 

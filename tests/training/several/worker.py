@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from finetune.data.pair_tokens import Answer, AnsweredPrompt
 from finetune.data.rows import Row
@@ -135,6 +136,19 @@ def preference(folder: Path) -> None:
     train(folder, recipe_of(method="dpo", preference=loss, learning_rate=1e-3, **tokens))
 
 
+def ramp(folder: Path) -> None:
+    """Steps of one, two and three rows, some fewer than there are processes."""
+    grows = {"start_accumulation": 1, "steps": 4}
+    train(folder, recipe_of(micro_batch_size=1, gradient_accumulation_steps=3, batch_ramp=grows))
+
+
+def preference_ramp(folder: Path) -> None:
+    tokens = {"packing": True, "pack_tokens": 60, "micro_batch_size": 1, "gradient_accumulation_steps": 3}
+    loss = {"losses": ["sigmoid", "sft"], "reference": "base"}
+    grows = {"start_accumulation": 1, "steps": 3}
+    train(folder, recipe_of(method="dpo", preference=loss, learning_rate=1e-3, batch_ramp=grows, **tokens))
+
+
 class KilledError(Exception):
     """Stands for kill -9: nothing is saved on the way out."""
 
@@ -161,6 +175,12 @@ def begun(folder: Path) -> None:
     """Ends in the middle of the second epoch; its last checkpoint is that of step 4."""
     with killed_at(5):
         train(folder, recipe_of())
+
+
+def begun_again(folder: Path) -> None:
+    """Goes on from step 4 and ends, once more, before its next checkpoint is of use to anybody."""
+    with killed_at(6):
+        train(folder, recipe_of(checkpoint_every_steps=5))
 
 
 def continued(folder: Path) -> None:
@@ -212,7 +232,7 @@ def fsdp_on_cpu() -> Iterator[None]:
     original = AcceleratorState.__init__
 
     def build(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        fresh = not self.initialized
+        fresh = not AcceleratorState._shared_state
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fresh and fsdp_plugin is not None:
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -232,6 +252,9 @@ def fsdp_on_cpu() -> Iterator[None]:
     AcceleratorState.__init__ = build  # type: ignore[method-assign]
     try:
         yield
+        assert AcceleratorState._shared_state["distributed_type"] == DistributedType.FSDP, (
+            "nothing was spread"
+        )
     finally:
         AcceleratorState.__init__ = original  # type: ignore[method-assign]
         for name in settings:
@@ -241,6 +264,60 @@ def fsdp_on_cpu() -> Iterator[None]:
 def fsdp(folder: Path) -> None:
     with fsdp_on_cpu():
         train(folder, recipe_of())
+
+
+@contextlib.contextmanager
+def zero_on_cpu(kind: str) -> Iterator[None]:
+    """DeepSpeed over gloo: 'zero2', 'zero3', or 'zero3_offload', as accelerate's launcher asks for it."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    from finetune.training.zero import leave_exchange_to_gloo
+
+    stage, offload = kind[4], "cpu" if kind.endswith("offload") else "none"
+    prefix = "ACCELERATE_DEEPSPEED_"
+    settings = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        f"{prefix}ZERO_STAGE": stage,
+        f"{prefix}OFFLOAD_OPTIMIZER_DEVICE": offload,
+        f"{prefix}OFFLOAD_PARAM_DEVICE": offload,
+        f"{prefix}ZERO3_INIT": "false",
+    }
+    leave_exchange_to_gloo()
+    os.environ.update(settings)
+    try:
+        yield
+        assert AcceleratorState._shared_state["distributed_type"] == DistributedType.DEEPSPEED
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def diverged(folder: Path) -> None:
+    """The gradient of one process is not finite in step 3; `stopped` has what was said, and the weights then."""
+    from finetune.errors import UserError
+    from finetune.training.exact_trainer import ExactTrainer
+
+    original, rank = ExactTrainer.step_loss, os.environ.get("RANK", "0")
+    trainers = []
+
+    def broken(self: Any, loss_sum: Any, n_items: Any) -> Any:
+        trainers.append(self)
+        loss = original(self, loss_sum, n_items)
+        if self.state.global_step == 2 and rank == "1":
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    ExactTrainer.step_loss = broken  # type: ignore[method-assign]
+    try:
+        train(folder, recipe_of(checkpoint_every_steps=2))
+    except UserError as error:
+        weights = trainers[-1].whole_weights()
+        if rank == "0":
+            save_file(weights, folder / "stopped.safetensors")
+            (folder / "stopped").write_text(str(error))
+    finally:
+        ExactTrainer.step_loss = original  # type: ignore[method-assign]
 
 
 def half(folder: Path) -> None:
@@ -277,6 +354,10 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     for scenario in (
         *(curve, packed, one_pack, preference, full, begun, continued, dropout, dropout_resumed, interrupted),
         continued_rarely,
+        diverged,
+        begun_again,
+        ramp,
+        preference_ramp,
         *(half, fsdp, fsdp_half, fsdp_full, fsdp_begun, fsdp_continued),
     )
 }
@@ -285,7 +366,9 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 def main(folder: Path, names: list[str]) -> None:
     for name in names:
         where, _, scenario = name.rpartition(":")
-        SCENARIOS[scenario](folder / (where or scenario))
+        kind, _, scenario = scenario.rpartition("+")
+        with zero_on_cpu(kind) if kind else contextlib.nullcontext():
+            SCENARIOS[scenario](folder / (where or scenario))
         torch.distributed.barrier()
     (folder / f"done-{os.environ['RANK']}.json").write_text(json.dumps(names))
     torch.distributed.destroy_process_group()
