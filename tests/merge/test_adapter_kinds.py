@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from finetune.model.adapter_files import save_adapter
 from finetune.model.adapters import attach_adapter, trainable_parameters
 from finetune.model.load import load_model
 from finetune.model.source import resolve_model
-from finetune.recipe.adapter_section import AdapterSection
+from finetune.recipe.adapter_section import AdapterInit, AdapterKind, AdapterSection
 from finetune.recipe.schema import ModelSection
 
 IDS = torch.arange(5, 29)[None]
@@ -33,6 +33,13 @@ MERGED: dict[str, dict[str, Any]] = {
     "ia3": {"kind": "ia3", "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]},
     "bitfit": {"kind": "bitfit"},
 }
+
+
+def test_every_kind_and_start_of_a_recipe_is_merged_here_or_refused() -> None:
+    """Virtual tokens are refused below; whole models have nothing to merge; plain LoRA is that of test_merge_adapter."""
+    kinds = {options.get("kind", "lora") for options in MERGED.values()} | {"prompt", "prefix", "none"}
+    starts = {options.get("init", "default") for options in MERGED.values()} | {"loftq"}
+    assert (kinds, starts) == (set(get_args(AdapterKind)), set(get_args(AdapterInit)))
 
 
 @pytest.fixture(autouse=True)

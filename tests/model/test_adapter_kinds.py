@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from finetune.model.load import load_model
 from finetune.model.source import resolve_model
 from finetune.plan.architecture import read_architecture
 from finetune.plan.trained import trained_elements
-from finetune.recipe.adapter_section import AdapterSection
+from finetune.recipe.adapter_section import AdapterInit, AdapterKind, AdapterSection
 
 IDS = torch.arange(5, 29)[None]
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -49,6 +49,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 # Kinds whose step 0 is not the base: something stands in front of the row.
 IN_FRONT = ("prompt", "prefix")
+
+
+def test_every_kind_and_start_of_a_recipe_is_saved_here() -> None:
+    """`none` has no adapter; loftq, which needs codes, has a test of its own."""
+    kinds = {options.get("kind", "lora") for options in SECTIONS.values()} | {"none"}
+    starts = {options.get("init", "default") for options in SECTIONS.values()} | {"loftq"}
+    assert (kinds, starts) == (set(get_args(AdapterKind)), set(get_args(AdapterInit)))
 
 
 @pytest.fixture(autouse=True)

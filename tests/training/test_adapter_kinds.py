@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 from finetune.digest import digest_folder
 from finetune.errors import UserError
 from finetune.model.adapter_files import load_adapter
+from finetune.recipe.adapter_section import AdapterInit, AdapterKind
 from finetune.telemetry.events import read_events
 from finetune.training.exact_trainer import StopWhenAsked
 
@@ -20,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"adapter__rslora": True},
     "pissa": {"adapter__init": "pissa", "train__weight_decay": 0.1},
     "olora": {"adapter__init": "olora"},
+    "gaussian": {"adapter__init": "gaussian"},
     "eva": {"adapter__init": "eva"},
     "orthogonal": {"adapter__init": "orthogonal"},
     "lora plus": {"train__lora_plus_ratio": 4.0},
@@ -41,6 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "last layer": {"adapter__kind": "none", "adapter__layers": [-1], "adapter__freeze": ["embed_tokens"]},
 }
+
+
+def test_every_kind_and_start_of_a_recipe_is_trained_here() -> None:
+    """Plain LoRA, bitfit and loftq in the tests below: they need a base of another kind."""
+    kinds = {changes.get("adapter__kind", "lora") for changes in KINDS.values()} | {"bitfit"}
+    starts = {changes.get("adapter__init", "default") for changes in KINDS.values()} | {"loftq"}
+    assert (kinds, starts) == (set(get_args(AdapterKind)), set(get_args(AdapterInit)))
 
 
 def losses_of(folder: Path) -> list[float]:
