@@ -4,7 +4,8 @@
 
 What is measured is what a run reports as used: on CPU the highest resident set while training, base process included; on
 CUDA the allocator's peak, compared with the forecast's `allocated_bytes`. Rows are random tokens, packs are full. The model is
-the embedded one, and another shape (untied, wider, fewer layers) built on the spot.
+the embedded one, and another shape (untied, wider, fewer layers) built on the spot. A validation is measured after the training
+has given back what it freed, and compared with that moment of the forecast.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Case:
     sections: dict[str, dict[str, Any]]
     row_tokens: int = 128
     wide: bool = False
+    mixed_steps: int | None = (
+        None  # rows of 28 to 55 tokens for so many steps, whose packs have ever other lengths
+    )
+    validation: bool = False  # the validation after the training, instead of the training
     answers: tuple[int, int, int] | None = (
         None  # generation instead of training: batch, prompt tokens, new tokens
     )
@@ -86,6 +91,7 @@ CASES = (
     Case("lora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True)}),
     Case("lora 2048, checkpointing", {"train": packed(2048, gradient_checkpointing=True)}),
     Case("lora 4 x 256, not packed", {"train": padded(4), "data": {"max_tokens": 256}}, row_tokens=256),
+    Case("lora 512, ever other lengths", {"train": packed(512)}, mixed_steps=40),
     Case("lora 512, fp32", {"train": packed(512), "model": {"dtype": "fp32"}}),
     Case("qlora 512", {"train": packed(512), "model": NF4}),
     Case("qlora 1024", {"train": packed(1024), "model": NF4}),
@@ -97,6 +103,8 @@ CASES = (
     Case("wide, lora 1024", {"train": packed(1024)}, wide=True),
     Case("wide, qlora 1024", {"train": packed(1024), "model": NF4}, wide=True),
     Case("wide, full 512", {"train": packed(512), "adapter": FULL}, wide=True),
+    Case("validation of lora 1024", {"train": packed(1024)}, validation=True),
+    Case("validation of qlora 512", {"train": packed(512), "model": NF4}, validation=True),
     Case("answers 32 x (256 + 32), fp32", {}, answers=(32, 256, 32)),
     Case("answers 64 x (512 + 16), fp32", {}, answers=(64, 512, 16)),
     Case("answers 32 x (512 + 16), bf16", {"eval": {"dtype": "bf16"}}, answers=(32, 512, 16)),
@@ -107,6 +115,7 @@ def recipe_of(case: Case, steps: int) -> Any:
     from finetune.recipe.schema import Recipe
 
     sections = {name: dict(keys) for name, keys in case.sections.items()}
+    steps = case.mixed_steps or steps
     train = {"max_steps": steps, "epochs": float(steps), "checkpoint_every_steps": 10_000}
     return Recipe.model_validate(
         {
@@ -177,29 +186,49 @@ def measure(case: Case, steps: int) -> Result:
         )
         if recipe.adapter.kind != "none":
             model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
+        rows = random_rows(case, recipe, read_config(source)["vocab_size"])
         result = train_sft(
             recipe,
             model,
             tokenizer,
-            random_rows(case, recipe, read_config(source)["vocab_size"]),
-            [],
+            rows,
+            rows if case.validation else [],
             run_folder=Path(folder) / "run",
             owner="benchmark",
             say=lambda line: print(line, file=sys.stderr),
+            callbacks=[after_training()] if case.validation else [],
         )
         peak = peak_memory_bytes()
         forecast = forecast_training(
             recipe,
             read_config(source),
             target_share=TARGET_SHARE,
-            distinct_lengths=1,
+            distinct_lengths=None if case.mixed_steps else 1,
             device=_device(memory_basis()),
         )
     return _result(case, forecast, peak, result.tokens_per_second)
 
 
+def after_training() -> Any:
+    """A callback that gives back what the training has freed and starts a new peak when it ends."""
+    from transformers import TrainerCallback
+
+    from finetune.model.memory import release_memory
+    from finetune.telemetry.memory import reset_peak_memory
+
+    class AfterTraining(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            release_memory()
+            reset_peak_memory()
+
+    return AfterTraining()
+
+
 def _result(case: Case, forecast: Any, peak: int, tokens_per_second: float) -> Result:
     predicted = forecast.allocated_bytes if forecast.basis == "cuda" else forecast.total_bytes
+    if case.validation:
+        outside = sum(forecast.terms_bytes[name] for name in ("process", "kernel_cache"))
+        predicted = forecast.moments_bytes["validation"] - (outside if forecast.basis == "cuda" else 0)
     terms = {name: size for name, size in forecast.terms_bytes.items() if size}
     return Result(case.name, predicted, peak, terms, tokens_per_second)
 
@@ -221,7 +250,7 @@ def build_wide(folder: Path) -> Any:
 
 
 def random_rows(case: Case, recipe: Any, vocabulary: int) -> list[Any]:
-    """Enough rows for two full optimizer steps; the last 60 % of each are targets."""
+    """Enough rows for two full optimizer steps, or for one pass of mixed ones; the last 60 % of each are targets."""
     import random
 
     from finetune.data.tokenise import TokenisedRow
@@ -231,11 +260,15 @@ def random_rows(case: Case, recipe: Any, vocabulary: int) -> list[Any]:
     per_batch = settings.micro_batch_size * (
         settings.pack_tokens // case.row_tokens if settings.packing else 1
     )
-    n_targets = int(case.row_tokens * TARGET_SHARE)
+    n_rows = 2 * per_batch * settings.gradient_accumulation_steps
+    lengths = [case.row_tokens] * n_rows
+    if case.mixed_steps:
+        lengths = [generator.randrange(28, 56) for _ in range(13 * case.mixed_steps)]
     rows = []
-    for index in range(2 * per_batch * settings.gradient_accumulation_steps):
-        ids = [generator.randrange(10, vocabulary) for _ in range(case.row_tokens)]
-        labels = [-100] * (case.row_tokens - n_targets) + ids[-n_targets:]
+    for index, length in enumerate(lengths):
+        n_targets = int(length * TARGET_SHARE)
+        ids = [generator.randrange(10, vocabulary) for _ in range(length)]
+        labels = [-100] * (length - n_targets) + ids[-n_targets:]
         rows.append(TokenisedRow(str(index), ids, labels, n_targets))
     return rows
 

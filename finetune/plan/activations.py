@@ -113,6 +113,20 @@ def head_bytes(architecture: Architecture, tuning: Tuning, n_targets: int, n_tok
     return n_chunk * vocabulary * 4 * _FROZEN_HEAD_TENSORS + 2 * n_targets * hidden * c
 
 
+def unlearnt_head_bytes(architecture: Architecture, tuning: Tuning, n_targets: int, n_tokens: int) -> int:
+    """Transient bytes of the head and the loss without gradients: a chunk's logits in fp32, and as much inside their sum.
+
+    Logits that the model bends are built whole, once in the compute type and twice in fp32.
+    """
+    if architecture.bent_logits:
+        return (
+            n_tokens * architecture.vocabulary * tuning.compute_bytes
+            + n_targets * architecture.vocabulary * 8
+        )
+    hidden = n_targets * architecture.hidden * tuning.compute_bytes
+    return min(n_targets, HEAD_CHUNK_TARGETS) * architecture.vocabulary * 8 + hidden
+
+
 def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
     """Transient bytes of the backward pass of one layer: gradients of the MLP's middle and of the norm, in fp32."""
     middle = 3 * architecture.intermediate * tuning.compute_bytes

@@ -1,10 +1,12 @@
 """The forecast itself: named terms that add up, and the allowances for the process and its allocator.
 
-The two CPU allowances were fitted to runs that benchmarks/memory_forecast.py measured; those of CUDA are allowances.
+Those of the CPU were read off the allocator while a run trained, and are checked on others by
+benchmarks/memory_forecast.py; those of CUDA are allowances.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,14 +31,14 @@ TERMS = (
     "process",
 )
 
-# Resident set of a process that has imported the training stack, measured its products and saved once; and what
-# bitsandbytes adds. Both fitted to runs without weights and activations of note.
-CPU_PROCESS_BYTES = 675_000_000
-CPU_QUANTIZED_BYTES = 60_000_000
+# Resident set of a process that has imported the training stack, measured its products and saved once, without weights:
+# 180 MB of libraries, 220 MB of objects on the heap, 220 MB of Python's own arenas, code and stacks (by mallinfo2 and
+# /proc/self/status, while SmolLM2-135M was trained); and what bitsandbytes adds.
+CPU_PROCESS_BYTES = 620_000_000
+CPU_QUANTIZED_BYTES = 10_000_000
 # Context, kernels and library workspaces of a CUDA process; an allowance, not seen by the allocator's own counters.
 CUDA_PROCESS_BYTES = 600_000_000
-# Freed blocks that the allocator keeps. glibc's holes grow with the tensors that stay while others come and go.
-CPU_FRAGMENTATION = 0.20
+# Freed blocks that CUDA's allocator keeps; what a CPU's keeps is in heap.py.
 CUDA_FRAGMENTATION = 0.05
 
 
@@ -45,6 +47,7 @@ class Forecast:
     """Bytes on one device at the worst moment. `terms_bytes` adds up to `total_bytes`.
 
     `basis` says what a measurement has to count: 'rss' the resident set of the process, 'cuda' the device's memory.
+    `moments_bytes` is what each moment takes by itself, without what the allocator keeps; the validation is one of them.
     """
 
     terms_bytes: dict[str, int]
@@ -55,6 +58,7 @@ class Forecast:
     n_trainable: int
     host_bytes: int = 0
     assumptions: dict[str, str | int | float] = field(default_factory=dict)
+    moments_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def allocated_bytes(self) -> int:
@@ -70,6 +74,7 @@ class Forecast:
             "used_peak_bytes": None,
             "basis": self.basis,
             "moment": self.moment,
+            "moments_bytes": dict(self.moments_bytes),
             "host_bytes": self.host_bytes,
             "n_parameters": self.n_parameters,
             "n_trainable": self.n_trainable,
@@ -86,12 +91,12 @@ def finish(
     n_trainable: int,
     host_bytes: int,
     assumptions: dict[str, str | int | float],
+    moments: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Forecast:
-    """Add the allowances to `terms` and total them."""
+    """Add the allowances to `terms` and total them; `terms` of a CPU have their fragmentation already."""
     on_cpu = device == "cpu"
     if on_cpu:
         quantized = terms["quantization_constants"] > 0
-        terms["fragmentation"] = round(CPU_FRAGMENTATION * terms["activations"])
         terms["process"] = CPU_PROCESS_BYTES + (CPU_QUANTIZED_BYTES if quantized else 0)
     else:
         coming_and_going = sum(terms[name] for name in ("activations", "logits", "buffers", "kv_cache"))
@@ -106,4 +111,7 @@ def finish(
         n_trainable=n_trainable,
         host_bytes=host_bytes,
         assumptions=assumptions,
+        moments_bytes={
+            name: sum({**terms, **one, "fragmentation": 0}.values()) for name, one in (moments or {}).items()
+        },
     )

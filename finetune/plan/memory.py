@@ -19,9 +19,11 @@ from finetune.plan.activations import (
     layer_backward_bytes,
     layer_saved_bytes,
     outside_saved_bytes,
+    unlearnt_head_bytes,
 )
 from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
 from finetune.plan.forecast import TERMS, Device, Forecast, finish
+from finetune.plan.heap import high_water, holes_bytes, recomputed_holes_bytes
 from finetune.plan.kernel_cache import kernel_cache_bytes
 from finetune.plan.sharding import Offload, Sharding, shard
 from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states
@@ -78,13 +80,17 @@ def forecast_training(
     if teacher is not None and runs_beside(recipe) is not None:
         teacher.add_to(terms, moments, n_tokens, n_targets)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
+    at_worst = moments[moment]
+    if device == "cpu":
+        at_worst = _in_heap(recipe, architecture, tuning, moments, moment, n_tokens, distinct_lengths)
     return finish(
-        {**terms, **moments[moment]},
+        {**terms, **at_worst},
         device=device,
         moment=moment,
         architecture=architecture,
         n_trainable=n_trainable,
         host_bytes=host_bytes,
+        moments=moments,
         assumptions={
             "tokens_per_forward": n_tokens,
             "longest_row_tokens": row_tokens,
@@ -126,8 +132,9 @@ def forecast_generation(
         2 * architecture.n_layers * architecture.kv_width * c * batch * (prompt_tokens + new_tokens)
     )
     terms["activations"] = n_prefill * forward_bytes(architecture, c)
-    if device == "cpu" and c < 4:
-        terms["kernel_cache"] = kernel_cache_bytes()
+    if device == "cpu":
+        terms["fragmentation"] = holes_bytes(terms["activations"], 1)
+        terms["kernel_cache"] = kernel_cache_bytes() if c < 4 else 0
     return finish(
         terms,
         device=device,
@@ -216,6 +223,7 @@ def _moments(
     head = head_bytes(architecture, tuning, n_targets, n_tokens)
     if recipe.distil is not None and recipe.distil.way != "answers":
         head = loss_bytes(architecture, tuning, n_targets)
+    unlearnt = unlearnt_head_bytes(architecture, tuning, n_targets, n_tokens)
     held, buffers = terms["gradients"], terms["buffers"]
     so_far = held if recipe.train.gradient_accumulation_steps > 1 else 0
     # Weights before the step are copied to see how far it moves them (finetune/telemetry/updates.py).
@@ -234,7 +242,28 @@ def _moments(
         "first backward layer": at(kept + one_layer, 0, so_far),
         "last backward layer": at(one_layer, 0, held),
         "optimizer step": at(0, 0, held, watched),
+        # The same packs without gradients: one layer at a time, and the logits of a chunk with what their sum takes.
+        "validation": at(n_tokens * forward_bytes(architecture, tuning.compute_bytes), unlearnt, 0),
     }
+
+
+def _in_heap(
+    recipe: Recipe,
+    architecture: Architecture,
+    tuning: Tuning,
+    moments: dict[str, dict[str, int]],
+    worst: str,
+    n_tokens: int,
+    distinct_lengths: int | None,
+) -> dict[str, int]:
+    """The worst moment on a CPU, with the holes of its heap."""
+    if recipe.train.gradient_checkpointing is True and worst == "loss":
+        passing = moments["first backward layer"]["activations"] - moments["loss"]["activations"]
+        composed = max(_composed(tuning), default=0) if tuning.kind == "dora" else 0
+        holes = recomputed_holes_bytes(architecture, tuning, n_tokens, passing, composed)
+        return moments["loss"] | {"fragmentation": holes}
+    terms = high_water(moments, worst, tuning)
+    return terms | {"fragmentation": holes_bytes(terms["activations"], distinct_lengths)}
 
 
 def _kept_bytes(
@@ -305,12 +334,15 @@ def _buffers(recipe: Recipe, architecture: Architecture, tuning: Tuning, n_token
 
 
 def _composed_bytes(tuning: Tuning) -> int:
-    """DoRA composes its weights to take their norm: an identity in fp32 and cast, and per element the update in two
-    types, the weight, their sum and its parts. One matrix at a time; on CPUs the allocator keeps the holes of a layer and
-    a half, as fitted.
-    """
-    sizes = [6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted]
+    """Of the matrices whose weights are composed: one at a time; a CPU's allocator keeps the holes of a layer and a half."""
+    sizes = _composed(tuning)
     return round(_DORA_LAYERS_ON_CPU * sum(sizes)) if tuning.on_cpu else max(sizes, default=0)
+
+
+def _composed(tuning: Tuning) -> list[int]:
+    """What DoRA builds to take the norm of each matrix's weights: an identity in fp32 and cast, and per element the update
+    in two types, the weight, their sum and its parts."""
+    return [6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted]
 
 
 __all__ = [
