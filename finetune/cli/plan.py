@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from finetune.cli.output import JsonFlag, emit
+from finetune.cli.output import JsonFlag, emit, note
 from finetune.errors import ExitCode
 from finetune.plan.sharding import Offload, Sharding
 
@@ -124,6 +125,7 @@ def plan_break_even(
         int | None, typer.Option(min=1, help="Prompt of the tuned model, which needs no examples.")
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer.")] = 0,
+    page: Annotated[Path | None, typer.Option(help="Also write it as a page, e.g. break_even.html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """From which monthly volume a tuned small model is cheaper than a large one, with the curve of cost over volume."""
@@ -145,6 +147,10 @@ def plan_break_even(
         )
         if prompt is not None
     }
+    if page is not None:
+        from finetune.report.break_even import write_break_even_page
+
+        note(f"page: {write_break_even_page(page, result, months=months, query_costs=queries)}")
     emit(
         result.to_dict() | {"query_cost": queries},
         break_even_text(result, months=months, query_costs=queries),

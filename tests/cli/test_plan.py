@@ -175,3 +175,16 @@ def test_nothing_heavy_is_loaded(arguments: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "loaded:"
+
+
+def test_break_even_as_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "break_even.html"
+    result = run(*BREAK_EVEN, "--gpu-per-month", "700", "--page", str(path))
+    assert result.exit_code == 0 and str(path) in result.stderr
+    page = path.read_text()
+    assert "cheaper from 237.6 million tokens a month on, and from 148.9 once" in page
+    assert page.count("<title>break-even</title>") == 1 and page.count("<tr>") == 14
+    free = run(
+        "break-even", "--tuning-cost", "1", "--large-price", "1", "--small-price", "2", "--page", str(path)
+    )
+    assert free.exit_code == 0 and "no volume pays for it" in path.read_text()

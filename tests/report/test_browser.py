@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from finetune.plan.cost import break_even
 from finetune.report import write_report
+from finetune.report.break_even import write_break_even_page
 
 _PLOTS = """[...document.querySelectorAll(".plot")].map((plot) => {
   const boxes = [...plot.querySelectorAll("path.curve, circle.mark")].filter((one) => one.closest(".area"))
@@ -135,3 +137,25 @@ def test_small_and_large_runs_fit_a_phone(
     assert tab.messages == []
     assert tab.evaluate("document.documentElement.scrollWidth") <= 380
     assert all(plot["drawn"] for plot in tab.evaluate(_PLOTS))
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+def test_the_page_of_costs_over_volume_draws_both_curves(tab: Any, tmp_path: Path, width: int) -> None:
+    result = break_even(
+        tuning_cost=5000,
+        amortise_months=12,
+        large_price_per_million_tokens=5.0,
+        small_price_per_million_tokens=0.3,
+        gpu_per_month=700,
+    )
+    tab.messages.clear()
+    page = write_break_even_page(
+        tmp_path / "cost.html", result, months=12, query_costs={"large": 0.002, "tuned": 0.0001}
+    )
+    tab.open(page, width=width, dark=width == 380)
+    assert tab.messages == []
+    (plot,) = tab.evaluate(_PLOTS)
+    assert plot["drawn"] and plot["texts"] >= 4
+    assert tab.evaluate("document.querySelectorAll('#plot-cost .area path.curve').length") == 2
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.screenshot(page.with_name(f"cost-{width}.png"))

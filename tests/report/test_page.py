@@ -17,8 +17,8 @@ import pytest
 from finetune.errors import UserError
 from finetune.paths import read_json, read_jsonl, write_json, write_jsonl
 from finetune.report import write_report
-from finetune.report.rendering import _printed
 from finetune.report.read import read_run
+from finetune.report.rendering import _printed
 from finetune.report.verdict import read_verdict
 
 
