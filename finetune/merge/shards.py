@@ -7,10 +7,12 @@ into fresh memory and not a memory map, so that resident memory is what is asked
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +30,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _MAX_HEADER_BYTES = 100_000_000
+_WRITEBACK_BYTES = 1 << 24
+_BEGIN_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -365,11 +370,25 @@ def _write_chunks(stream: Any, planned: PlannedTensor, chunks: Iterable[torch.Te
     for chunk in chunks:
         assert chunk.dtype == planned.dtype, (planned, chunk.dtype)
         view = as_bytes(chunk).numpy().data
+        before = stream.tell()
         stream.write(view)
+        _begin_writeback(stream, before, before + len(view))
         checksum = zlib.crc32(view, checksum)
         written += len(view)
     assert written == planned.n_bytes, (planned, written)
     return checksum
+
+
+def _begin_writeback(stream: Any, before: int, after: int) -> None:
+    """Each time a few megabytes are full, let the disk begin with them: the fsync at the end then waits for the last ones only.
+
+    Linux keeps what is written in memory for half a minute; without this the disk is idle while values are computed. It is a
+    request, not a promise: what counts is the fsync.
+    """
+    begun, full = (position // _WRITEBACK_BYTES * _WRITEBACK_BYTES for position in (before, after))
+    if full > begun and _sync_file_range is not None:
+        stream.flush()
+        _sync_file_range(stream.fileno(), ctypes.c_int64(begun), ctypes.c_int64(full - begun), _BEGIN_WRITE)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

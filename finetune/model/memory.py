@@ -20,6 +20,9 @@ _LARGEST_HEAP_BLOCK = (
 )  # where glibc's own, moving threshold ends as soon as a tensor of that size is freed
 
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
+
+
 def release_memory() -> None:
     """Collect reference cycles and return freed heap pages; without it glibc keeps what the last model used."""
     gc.collect()
@@ -45,6 +48,18 @@ def no_holes() -> Iterator[None]:
     finally:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
         mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_HEAP_BLOCK)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse what is freed, up to 64 MB, instead of returning it: buffers of a megabyte, allocated and freed in a
+    loop, otherwise cost more in page faults than in arithmetic. These are the limits that its own adaptation ends at, so
+    that nothing needs to be undone; `release_memory` returns what is left.
+    """
+    if sys.platform == "linux":
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_MMAP_THRESHOLD, 1 << 25)
+            set_option(_TRIM_THRESHOLD, 1 << 26)
 
 
 def leave_weight_files(model: nn.Module) -> None:

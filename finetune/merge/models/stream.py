@@ -18,6 +18,7 @@ import torch
 from finetune.merge.methods.chunk import Chunk
 from finetune.merge.models.inputs import source_name
 from finetune.merge.models.plan import MergePlan, OutputTensor, Source
+from finetune.model.memory import keep_freed_memory, release_memory
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements of a chunk: 1 MiB in fp32. A longer row is one chunk."""
@@ -61,6 +62,7 @@ class Workers:
 @contextmanager
 def working(n: int) -> Iterator[Workers]:
     """A pool for the time of a block; torch's own threads are as before afterwards."""
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     workers = Workers(n)
@@ -69,6 +71,7 @@ def working(n: int) -> Iterator[Workers]:
     finally:
         workers.close()
         torch.set_num_threads(before)
+        release_memory()
 
 
 class FileChunks:
