@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import types
 
 import pytest
 import torch
@@ -114,24 +113,28 @@ def test_what_cannot_be_is_a_fault_of_the_caller() -> None:
         example(TeacherTargets.full(logits_of(6, U, 0))).divergence(ULD, logits_of(7, V, 1), beta=0.5)
 
 
-def test_uld_is_that_of_the_trainer_that_introduced_text_alignment() -> None:
-    """TRL's loss on one answer whose tokens lie one to one, its positions shifted to those that predict them."""
+@pytest.mark.parametrize(("strategy", "late"), [("bayesian", 0), ("observed", 1)])
+def test_uld_is_that_of_trl_whose_default_takes_logits_one_place_late(strategy: str, late: int) -> None:
+    """One answer whose tokens lie one to one: `observed`, TRL's default, reads the logits behind each token."""
     gold = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    config: Any = type("Config", (), {
-        "uld_crossentropy_weight": 0.0, "uld_distillation_weight": 1.0, "uld_student_temperature": 1.0,
-        "uld_teacher_temperature": 1.0, "uld_skip_student_eos": False, "uld_skip_teacher_eos": False,
-        "use_extended_uld": True, "uld_token_merge_strategy": "bayesian",
-    })()  # fmt: skip
-    p, q = logits_of(4, U, 12)[None], logits_of(4, V, 13)[None]
-    labels = torch.tensor([[-100, 1, 2, 3]])
-    offsets = torch.tensor([[[0, 0], [0, 1], [1, 2], [2, 3]]])
-    theirs = gold.ULDLoss(config)(
-        q, p, labels, labels, labels.clamp(min=0), labels.clamp(min=0), offsets, offsets
+    config = types.SimpleNamespace(
+        uld_crossentropy_weight=0.0,
+        uld_distillation_weight=1.0,
+        uld_student_temperature=1.0,
+        uld_teacher_temperature=1.0,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        use_extended_uld=True,
+        uld_token_merge_strategy=strategy,
     )
+    p, q = logits_of(4, U, 12), logits_of(4, V, 13)
+    labels, ids = torch.tensor([[-100, 1, 2, 3]]), torch.tensor([[0, 1, 2, 3]])
+    offsets = torch.tensor([[[0, 0], [0, 1], [1, 2], [2, 3]]])
+    theirs = gold.ULDLoss(config)(q[None], p[None], labels, labels, ids, ids, offsets, offsets)
     row = AlignedRow(tuple(Group(n, n + 1, n, n + 1) for n in range(3)), (1, 2, 3), (1, 2, 3), ())
-    ours = AlignedTargets.of(TeacherTargets.full(p[0, :-1]), [row], table({}, U)).divergence(ULD, q[0, :-1])
+    where = slice(late, 3 + late)  # position t is predicted by t - 1
+    ours = AlignedTargets.of(TeacherTargets.full(p[where]), [row], table({}, U)).divergence(ULD, q[where])
     assert float(theirs) == pytest.approx(float(ours.mean()), abs=1e-10)
-    assert not math.isclose(float(ours.mean()), 0.0)
 
 
 def test_the_doctor_measures_these_losses_too() -> None:
