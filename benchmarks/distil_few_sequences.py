@@ -1,6 +1,6 @@
 """With few sequences of a teacher: learn what it wrote, or what it thought at every token? On text of it that is unseen.
 
-    python benchmarks/distil_few_sequences.py [--model smollm2|tiny] [--sizes 4 16 64 256] [--seeds 3] [--steps 60]
+    python benchmarks/distil_few_sequences.py [--model smollm2|tiny] [--sizes 4 16 64 256] [--seeds 3] [--steps 40]
 
 The teacher answers prompts by sampling at temperature 1. A student, cut from it, then learns from n of these sequences: the
 tokens alone (cross-entropy), or the distribution at the same tokens (forward KL to what a cache keeps: the top 64 and the
@@ -218,8 +218,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", choices=["smollm2", "tiny"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--unseen", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--unseen", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=24)
     options = parser.parse_args()
     options.sizes.sort()
