@@ -13,7 +13,7 @@ from finetune.report.comparison import Judgement
 from finetune.report.rendering import render
 from finetune.report.svg import Series, line_plot
 
-_VOLUME = "million tokens a month"
+_VOLUME = "volume"  # short: the first tick of the axis carries it
 
 
 def write_break_even_page(
