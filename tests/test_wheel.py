@@ -99,5 +99,6 @@ def test_an_installed_command_finds_what_is_shipped(wheel: Path, scheme: str, tm
     answer = run(command, "recipe", "validate", RECIPE, folder=empty, PYTHONPATH=path)
     assert answer.startswith(f"valid: {RECIPE} (name home_intents_lora, digest ")
     everything = run(command, "recipe", "validate", folder=empty, PYTHONPATH=path)
-    assert [line.split()[1] for line in everything.splitlines()] == shipped_names("recipes")
+    every = [name for kind in ("recipes", "merges", "searches") for name in shipped_names(kind)]
+    assert [line.split()[1] for line in everything.splitlines()] == every
     assert not list(empty.iterdir())

@@ -15,7 +15,9 @@ from finetune.data.spec_generated import AnsweringModel
 from finetune.digest import digest_json
 from finetune.errors import UserError
 from finetune.evaluation.canary import adapter_sha256, canary_differs
+from finetune.evaluation.items import items_digest
 from finetune.evaluation.prompts import ARMS, Arm
+from finetune.evaluation.records import is_intact, read_summary, summary_path
 from finetune.evaluation.run import ArmJob, prepare_arm
 from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.suite import Suite
@@ -77,9 +79,11 @@ class Voice:
             return SavedArm(
                 answer_in_store(job, model_key=self.key, model=model, batch_size=batch_size, say=say), arm
             )
-        own = [folder] if self.run is None else [folder, self.run / "eval" / data.suite.name]
-        for saved in own:
-            if job.saved(saved) is not None:
+        of_run = [] if self.run is None else [self.run / "eval" / data.suite.name]
+        if job.saved(folder) is not None:
+            return SavedArm(folder, arm)
+        for saved in of_run:
+            if _holds(saved, job):
                 return SavedArm(saved, arm)
         model = self._announced(job, say)
         has_adapter = hasattr(model, "peft_config")
@@ -93,7 +97,7 @@ class Voice:
             if self.run is not None and has_adapter
             else None,
             base_model=base.model() if data.suite.measures_kl and not has_adapter else None,
-            reuse=own[1:],
+            reuse=of_run,
         )
         return SavedArm(folder, arm)
 
@@ -111,6 +115,15 @@ class Voice:
         """Let go of the weights."""
         self._model = None
         release_memory()
+
+
+def _holds(folder: Path, job: ArmJob) -> bool:
+    """Whether a run's folder has just these answers. `ArmJob.saved` would score them again, and write there."""
+    if not summary_path(folder, job.arm).is_file():
+        return False
+    summary = read_summary(folder, job.arm)
+    asked = (job.key, job.suite.digest, items_digest(job.items))
+    return is_intact(folder, summary) and asked == (summary.key, summary.suite_digest, summary.items_digest)
 
 
 @dataclass

@@ -76,10 +76,13 @@ def test_a_search_killed_in_the_middle_ends_as_if_it_was_not(
 
     monkeypatch.setattr(module, "merge_models", merge)
     with pytest.raises(KeyboardInterrupt):
-        search()
+        search("max_items=5")
     assert sum("has no finished run" in line for line in project.said) == 2
+    runs = {path: path.read_bytes() for path in Path("runs").glob("*/eval/*/tuned*")}
+    assert len(runs) == 4
     project.said.clear()
-    done = search()
+    done = search("max_items=5")
+    assert all(path.read_bytes() == before for path, before in runs.items())  # a run's answers are only read
     assert not any("has no finished run" in line for line in project.said)
     assert len(built) == 5  # one before the kill, one killed, two left, the winner again
     assert built[1] == built[2] and built[0] not in built[1:]
@@ -119,7 +122,7 @@ def test_a_search_killed_in_the_middle_ends_as_if_it_was_not(
     assert "soup 3:1" in page and "task_sum lambda 0.5" in page
 
     monkeypatch.setattr(module, "merge_models", None)  # all is there: nothing is built, asked or chosen again
-    again = search()
+    again = search("max_items=5")
     assert not again.worked and again.result == done.result
 
 
