@@ -65,10 +65,11 @@ def _sentence(result: BreakEven) -> str:
 
 
 def _drawing(result: BreakEven) -> Markup | None:
-    """Cost a month of both ways over the volume, with the volume where they cross."""
+    """Cost a month of both ways over the volume, with the volume where they cross; without the volume of nothing."""
+    curve = result.curve[1:]
     lines = {
-        "large model": ("validation", [(p.million_tokens_per_month, p.large_model) for p in result.curve]),
-        "tuned model": ("train", [(p.million_tokens_per_month, p.tuned_model) for p in result.curve]),
+        "large model": ("validation", [(p.million_tokens_per_month, p.large_model) for p in curve]),
+        "tuned model": ("train", [(p.million_tokens_per_month, p.tuned_model) for p in curve]),
     }
     volume = result.million_tokens_per_month
     return line_plot(
