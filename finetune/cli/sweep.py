@@ -9,6 +9,15 @@ import typer
 from finetune.cli.output import JsonFlag, emit, note
 
 
+StepBudget = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Budget in optimizer steps: so many for the finalists, fewer before; default: the recipe's passes over ever more rows.",
+    ),
+]
+
+
 def sweep(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's path or shipped name.")],
     over: Annotated[
@@ -31,13 +40,7 @@ def sweep(
         int | None,
         typer.Option(min=1, help="Try so many candidates, drawn by Optuna; default: all of the grid."),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Budget in optimizer steps: so many for the finalists, fewer before; default: the recipe's passes over ever more rows.",
-        ),
-    ] = None,
+    steps: StepBudget = None,
     curve: Annotated[
         bool,
         typer.Option(
