@@ -34,8 +34,21 @@ class SemanticSection(Section):
     action: Literal["report", "drop"] = Field("drop", description="`drop` keeps one row of those alike.")
 
 
+class JudgeSection(Section):
+    """A model behind a server that speaks the protocol of OpenAI; it is asked for a score from 0 to 1, row by row."""
+
+    server: Annotated[str, Field(pattern=r"^https?://")] = Field(
+        description="URL up to the version, such as `http://localhost:8000/v1`."
+    )
+    model: str = Field(description="Its name on that server.")
+    criterion: str = Field(description="What makes a row worth keeping, in words.")
+    key_variable: str | None = Field(
+        None, description="Environment variable that holds the key of the server; none: it needs no key."
+    )
+
+
 class VerifierSection(Section):
-    """A judge of single rows: a function or a command, which answers true, false, a score, or an object with a reason."""
+    """A judge of single rows: a function, a command or a model that answers true, false, a score, or an object."""
 
     name: str = Field(description="What rejected rows are counted under.")
     function: str | None = Field(
@@ -44,16 +57,19 @@ class VerifierSection(Section):
     command: str | list[str] | None = Field(
         None, description="Reads a row as JSON on each line of its input and answers with a line each."
     )
+    judge: JudgeSection | None = Field(None, description="A model that is asked.")
     threshold: float = Field(0.5, description="A row is kept from this score on.")
     max_failed_share: Share = Field(
         0.1, description="The build fails when the verifier has no answer to more rows than this."
     )
-    seconds_per_row: Annotated[float, Field(gt=0)] = Field(30.0, description="Patience with a command.")
+    seconds_per_row: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="Patience with a command or a model."
+    )
 
     @model_validator(mode="after")
-    def _function_or_command(self) -> VerifierSection:
-        if (self.function is None) == (self.command is None):
-            raise ValueError("give either function or command")
+    def _one_of_three(self) -> VerifierSection:
+        if sum(one is not None for one in (self.function, self.command, self.judge)) != 1:
+            raise ValueError("give one of function, command and judge")
         return self
 
 

@@ -242,7 +242,7 @@ def test_a_broken_verifier_fails_the_build(build: Build, tmp_path: Path) -> None
             curate={"verifiers": [{"name": "odd", "function": "judge.py:broken"}]},
         )
     assert "no such key" in str(caught.value)
-    with pytest.raises(UserError, match="either function or command"):
+    with pytest.raises(UserError, match="one of function, command and judge"):
         build([row("q", "a")], curate={"verifiers": [{"name": "none"}]})
 
 

@@ -130,6 +130,15 @@ class RowFilter:
             return load_verifier(
                 section.function, folder=self._folder, threshold=section.threshold, where=where
             )
+        if section.judge is not None:
+            from finetune.data.curate.judge import JudgeVerifier  # brings a client of HTTP
+
+            return JudgeVerifier(
+                section.judge,
+                threshold=section.threshold,
+                seconds_per_row=section.seconds_per_row,
+                where=where,
+            )
         assert section.command is not None
         return self._open.enter_context(
             CommandVerifier(
