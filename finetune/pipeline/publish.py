@@ -121,7 +121,7 @@ def write_hub_folder(source: Path, publication: Publication, out: Path, unknown:
         if publication.run is not None:
             write_atomic(folder / RECIPE_FILE, _recipe_text(publication.run))
             if publication.run.comparison:
-                write_json(folder / "evaluation.json", publication.run.comparison)
+                write_json(folder / "evaluation.json", readable(publication.run.comparison))
         write_atomic(folder / "README.md", hub_card(publication))
         files = tuple(
             sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
