@@ -8,7 +8,6 @@ import typer
 
 from finetune.cli.output import JsonFlag, emit, note
 
-
 StepBudget = Annotated[
     int | None,
     typer.Option(
