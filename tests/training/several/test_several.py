@@ -23,7 +23,7 @@ from finetune.telemetry.events import read_events
 WORKER = Path(__file__).with_name("worker.py")
 
 
-SAME = ["curve", "packed", "one_pack", "preference", "full", "ramp", "preference_ramp"]
+SAME = ["curve", "packed", "one_pack", "preference", "full", "ramp", "preference_ramp", "best"]
 
 
 def load_worker() -> ModuleType:
@@ -140,6 +140,13 @@ def test_the_last_step_of_an_epoch_has_too_few_rows_for_two_processes(runs: Path
     assert counts == [4, 4, 1, 4, 4, 1]
 
 
+def test_several_processes_stop_early_at_one_step_and_take_the_same_result(runs: Path) -> None:
+    for folder in (runs / "one" / "best", runs / "two" / "best"):
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        (result,) = [event for event in events if event["event"] == "result"]
+        assert result["step"] < steps_of(folder)[-1]["step"] < 24
+
+
 def test_a_growing_batch_has_the_same_rows_in_every_step(runs: Path) -> None:
     counts = [len(step["rows"]) for step in steps_of(runs / "two" / "ramp")]
     assert counts == [len(step["rows"]) for step in steps_of(runs / "one" / "ramp")]
@@ -207,6 +214,7 @@ def test_no_checkpoint_holds_pickle(runs: Path) -> None:
 
 
 ZERO = ["zero2", "zero3", "zero3_offload"]
+OTHERS = ["lion", "momentum"]  # optimizers
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +232,11 @@ def zero(runs: Path) -> Path:
     scenarios += [f"{kind}_diverged:{kind}+diverged" for kind in ZERO[:2]]
     scenarios += ["from-one:zero3+begun_again", "from-one:zero2+continued", "from-zero:zero3+begun"]
     scenarios += ["dropout:zero3+dropout", "dropout_resumed:zero3+dropout_resumed"]
+    scenarios += [f"{kind}_{name}:{kind}+{name}_resumed" for kind in ZERO[:2] for name in OTHERS]
     finish(start(folder, 2, scenarios))
     worker.continued(folder / "from-zero")
+    for name in OTHERS:
+        worker.SCENARIOS[f"{name}_resumed"](folder / name)
     return folder
 
 
@@ -237,6 +248,12 @@ def test_zero_trains_what_ddp_does(runs: Path, zero: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ZERO[:2])
 def test_zero_tunes_all_weights_as_ddp_does(runs: Path, zero: Path, kind: str) -> None:
     same_training(runs / "two" / "full", zero / f"{kind}_full")
+
+
+@pytest.mark.parametrize("kind", ZERO[:2])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_step_and_resume_under_zero(zero: Path, name: str, kind: str) -> None:
+    same_training(zero / name, zero / f"{kind}_{name}")
 
 
 @pytest.mark.parametrize("kind", ZERO[:2])

@@ -136,6 +136,12 @@ def preference(folder: Path) -> None:
     train(folder, recipe_of(method="dpo", preference=loss, learning_rate=1e-3, **tokens))
 
 
+def best(folder: Path) -> None:
+    """Stops where validations no longer bring anything, and takes an earlier step: all processes have to agree."""
+    chooses = {"result": "best", "early_stopping": 1, "validate_every_steps": 2, "keep_checkpoints": 1}
+    train(folder, recipe_of(epochs=8, learning_rate=5e-2, schedule="constant", **chooses))
+
+
 def ramp(folder: Path) -> None:
     """Steps of one, two and three rows, some fewer than there are processes."""
     grows = {"start_accumulation": 1, "steps": 4}
@@ -191,6 +197,19 @@ def continued(folder: Path) -> None:
 def continued_rarely(folder: Path) -> None:
     """Continues `interrupted`."""
     train(folder, recipe_of(checkpoint_every_steps=100))
+
+
+def lion_resumed(folder: Path) -> None:
+    """Its state has another name than AdamW's moments, and is read back from a checkpoint."""
+    with killed_at(5):
+        train(folder, recipe_of(optimizer="lion", learning_rate=1e-3))
+    train(folder, recipe_of(optimizer="lion", learning_rate=1e-3))
+
+
+def momentum_resumed(folder: Path) -> None:
+    with killed_at(5):
+        train(folder, recipe_of(optimizer="momentum", learning_rate=1e-2))
+    train(folder, recipe_of(optimizer="momentum", learning_rate=1e-2))
 
 
 def dropout(folder: Path) -> None:
@@ -356,6 +375,9 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         continued_rarely,
         diverged,
         begun_again,
+        best,
+        lion_resumed,
+        momentum_resumed,
         ramp,
         preference_ramp,
         *(half, fsdp, fsdp_half, fsdp_full, fsdp_begun, fsdp_continued),
