@@ -183,7 +183,7 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
     """Inputs of the matrices that need them for a weight gradient."""
     trained = architecture.layer_linears if tuning.kind == "none" else tuning.adapted
     c = tuning.compute_bytes
-    own_copy = tuning.kind != "none" and (tuning.dropout or _converts_input(architecture, tuning))
+    own_copy = tuning.kind != "none" and (tuning.dropout or converts_input(architecture, tuning))
     total = 0
     seen: set[str] = set()
     for linear in trained:
@@ -203,7 +203,7 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
     return total
 
 
-def _converts_input(architecture: Architecture, tuning: Tuning) -> bool:
+def converts_input(architecture: Architecture, tuning: Tuning) -> bool:
     """Whether PEFT's own forward runs and converts: not for plain LoRA, which finetune/model/fast_lora.py takes over."""
     if tuning.quantized:
         return tuning.autocast and tuning.on_cpu

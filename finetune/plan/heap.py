@@ -6,8 +6,8 @@ benchmarks/memory_forecast.py. Blocks of 32 MB and more are mapped by themselves
 
 from __future__ import annotations
 
-from finetune.plan.activations import Tuning
-from finetune.plan.architecture import Architecture
+from finetune.plan.activations import Tuning, converts_input
+from finetune.plan.architecture import Architecture, LinearShape
 
 # Holes over activations in use: 239 MB beside 735 MB where all forward passes have one length; 166 MB beside 130 MB after 40
 # forward passes of ever other lengths, where kernels that torch keeps settle in the holes of each length.
@@ -34,11 +34,26 @@ def holes_bytes(activations: int, distinct_lengths: int | None) -> int:
 def recomputed_holes_bytes(
     architecture: Architecture, tuning: Tuning, n_tokens: int, one_layer: int, composed: int = 0
 ) -> int:
-    """Holes where layers are recomputed: the input that a layer keeps settles in the hole of what was largest in passing.
+    """Holes where layers are recomputed: the input that a layer keeps settles in what its widest matrix had in passing.
 
-    So the next layer needs a new block of that size, and each layer leaves one: of the widest result of a product, or with
-    DoRA of the weights that are composed for a norm (`composed`, of one matrix). In them the backward pass finds room for
-    the `one_layer` bytes of the layer that it recomputes.
+    So the next layer needs new blocks of that size, and each layer leaves them. With DoRA they are the weights that are
+    composed for a norm (`composed`, of one matrix). In the holes the backward pass finds room for the `one_layer` bytes of
+    the layer that it recomputes.
     """
-    widest = n_tokens * tuning.compute_bytes * max(linear.n_out for linear in architecture.layer_linears)
+    widest = max(
+        _passing_bytes(architecture, tuning, linear, n_tokens) for linear in architecture.layer_linears
+    )
     return max(architecture.n_layers * max(widest, composed), one_layer)
+
+
+def _passing_bytes(architecture: Architecture, tuning: Tuning, linear: LinearShape, n_tokens: int) -> int:
+    """What one matrix builds beside its result: a block of that size where the adapter adds in place.
+
+    PEFT's own forward over a quantized matrix has the input in fp32, the decoded weight, and the base's result, its copy,
+    the update and the update scaled.
+    """
+    result = n_tokens * linear.n_out * tuning.compute_bytes
+    if tuning.quantized and converts_input(architecture, tuning):
+        decoded = linear.matrix_parameters * tuning.compute_bytes
+        return 4 * result + n_tokens * linear.n_in * 4 + decoded
+    return result

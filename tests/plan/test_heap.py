@@ -48,6 +48,13 @@ def test_the_weights_that_dora_composes_leave_larger_holes() -> None:
     assert dora.terms_bytes["fragmentation"] == LAYERS * largest > plain.terms_bytes["fragmentation"]
 
 
+def test_a_quantized_matrix_has_more_in_passing() -> None:
+    found = forecast("train.gradient_checkpointing=true", "train.pack_tokens=1024", "model.quantize=nf4")
+    hidden = CONFIG["hidden_size"]
+    of_gate = 4 * 1024 * MIDDLE * 2 + 1024 * hidden * 4 + MIDDLE * hidden * 2
+    assert found.terms_bytes["fragmentation"] == LAYERS * of_gate
+
+
 def test_a_gpu_keeps_no_such_holes() -> None:
     found = forecast("train.gradient_checkpointing=true", device="cuda")
     assert found.terms_bytes["fragmentation"] < 0.1 * found.total_bytes
