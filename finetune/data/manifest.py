@@ -61,13 +61,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a build. Raises UserError, with what is wrong in it, for a file that is none."""
     given = read_json(path)
     again = "delete the folder and build it again"
+    if not isinstance(given, dict):
+        raise UserError("not the manifest of a dataset build: it is no object", where=str(path), fix=again)
     try:
         held = _Manifest.model_validate(given)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         faults = [
             Fault(
-                f"not the manifest of a dataset build: {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}",
+                f"not the manifest of a dataset build: {'.'.join(map(str, one['loc']))}: {one['msg']}",
                 str(path),
                 "",
                 again,

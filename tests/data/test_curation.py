@@ -318,7 +318,8 @@ def test_samples_do_not_depend_on_where_rows_stood(build: Build) -> None:
 
 def test_marks_of_a_reader_are_applied_by_the_next_build(build: Build, tmp_path: Path) -> None:
     rows = plain_rows(6)
-    first = build(rows)
+    first = build(rows, marks="marks.jsonl")
+    assert first.manifest["warnings"] == ["marks names marks.jsonl, which is not there: no mark was applied"]
     read = {held.answer: held for held in first.iter_rows("train")}
     wrong, poor, fine = (read[rows[n]["completion"]] for n in range(3))
     marks = MarkFile(tmp_path / "marks.jsonl")
@@ -326,6 +327,7 @@ def test_marks_of_a_reader_are_applied_by_the_next_build(build: Build, tmp_path:
     marks.add(poor, "fix", answer="a better answer")
     marks.add(fine, "keep")
     made = build(rows, marks="marks.jsonl")
+    assert made.manifest["warnings"] == []
     assert [entry["note"] for entry in left_out(made)["marked_drop"]] == ["not true"]
     answers = {held.answer for held in made.iter_rows("train")}
     assert "a better answer" in answers and poor.answer not in answers

@@ -132,6 +132,7 @@ def make_build(
             *_loss_warnings(ledger, splits),
             *_empty_sides(spec.split, splits, int((group_sides >= 0).sum())),
             *_absent_tags(plan, table, parts),
+            *_absent_marks(plan),
         ],
         "curation": curation,
         "files": files | ledger_files,
@@ -344,6 +345,14 @@ def _absent_tags(plan: Plan, table: RowTable, parts: Sequence[ReadPart]) -> list
         for tag in sorted(declared)
         if not len(table.tag(tag))
     ]
+
+
+def _absent_marks(plan: Plan) -> list[str]:
+    """A file of marks that is not there: it is made by the review, but its name may be wrong as well."""
+    marks = plan.spec.marks
+    if marks is None or (plan.folder / marks).is_file():
+        return []
+    return [f"marks names {marks}, which is not there: no mark was applied"]
 
 
 def _part_of(on_progress: Progress, start: str, stop: str | None) -> Progress:
