@@ -57,11 +57,10 @@ def forecast_training(
     """Peak of the training steps on each of `world_size` devices.
 
     `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
-    the data; without it the recipe's capacity, the upper bound. `target_share` is the share of tokens that carry loss; it
-    matters below 512 targets a forward pass. `distinct_lengths` is the number of different lengths that forward passes
-    have; None is many, which fills the CPU's cache of kernels and leaves holes in its heap. `optimizer` defaults to the
-    recipe's. `teacher` counts where it runs beside the student; every device then holds it whole. Raises UserError for a
-    model type that is not covered and for target modules that match nothing.
+    the data; without it the recipe's capacity, the upper bound. `target_share` is the share of tokens that carry loss.
+    `distinct_lengths` is the number of lengths that forward passes have; None is many, which fills the CPU's cache of
+    kernels and leaves holes in its heap. `optimizer` defaults to the recipe's. `teacher` counts where it runs beside the
+    student; every device then holds it whole. Raises UserError for a model type or target modules that are not known.
     """
     optimizer = optimizer or recipe.train.optimizer
     architecture = read_architecture(config)
