@@ -25,6 +25,7 @@ BENCHMARKS = {
     "evaluation_speed": [],
     "merge_models": [],
     "merge_adapter": [],
+    "merge_search": [],
     "memory_forecast": [],
     "distil_run": [],
     "distil_few_sequences": [],
