@@ -114,12 +114,13 @@ def hub(
             "--public says who may read what is pushed", where="--public", fix="add --push OWNER/NAME"
         )
     refuse_used_folder(out)
+    if push is not None:
+        check_push(push, public=public, api=hub_api())
     source, publication, unknown = prepare_publication(
         model, run=run, licence=licence, base_id=base_id, title=name, hub_id=push
     )
     if push is not None:
         _refuse_unknown_licence(unknown if licence is None else [])
-        check_push(push, public=public, api=hub_api())
     made = write_hub_folder(source, publication, out, unknown)
     told, lines = made.to_dict(), _hub_lines(made)
     for remark in made.remarks:

@@ -7,6 +7,7 @@ that has nothing else is refused, and one that has both is read from its safeten
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,18 +207,25 @@ def _named_base(folder: Path) -> str:
 
 
 def _count_parameters(files: list[Path]) -> int | None:
-    """Elements of all tensors, read from the safetensors headers; None when there are no weights."""
-    from safetensors import safe_open
+    """Elements of all tensors, read from the safetensors headers; None when there are no weights.
+
+    Raises UserError, naming the file, for one that is damaged or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
 
     weights = [path for path in files if path.suffix == ".safetensors"]
     total = 0
     for path in weights:
-        with safe_open(str(path), framework="numpy") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                n_elements = 1
-                for extent in tensors.get_slice(key).get_shape():
-                    n_elements *= extent
-                total += n_elements
+        try:
+            with safe_open(str(path), framework="numpy") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    total += math.prod(tensors.get_slice(key).get_shape())
+        except SafetensorError as error:
+            raise UserError(
+                f"{path.name} is damaged: {error}",
+                where=str(path),
+                fix="copy or download the file again, then repeat",
+            ) from None
     return total if weights else None
 
 

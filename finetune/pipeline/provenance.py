@@ -159,15 +159,18 @@ def _model(folder: Path) -> Origin:
     return Origin(folder, "model", [Ingredient("base", "(not recorded)", None, None)])
 
 
-def licence_of(model: str) -> str | None:
-    """The licence that a model's own files state: of an embedded model, a folder's card, or the card of a hub id."""
+def licence_of(model: str, *, online: bool = False) -> str | None:
+    """The licence that a model's own files state: of an embedded model, a folder's card, or the card of a hub id.
+
+    online: a card that is not in the cache may be fetched.
+    """
     if model.startswith(BUILTIN_PREFIX):
         known = BUILTIN_MODELS.get(model.removeprefix(BUILTIN_PREFIX))
         return known.licence if known else None
     card = Path(model).expanduser() / "README.md"
     if card.is_file():
         return _licence_in(card)
-    return _licence_in(_hub_card_of(model)) if _hub_ids([model]) else None
+    return _licence_in(_hub_card_of(model, online=online)) if _hub_ids([model]) else None
 
 
 def _licence_in(card: Path | None) -> str | None:
@@ -183,13 +186,13 @@ def _licence_in(card: Path | None) -> str | None:
     return as_text(name)
 
 
-def _hub_card_of(id: str) -> Path | None:
-    """The card of a hub model, from the cache or the hub; None without either."""
+def _hub_card_of(id: str, *, online: bool) -> Path | None:
+    """The card of a hub model, from the cache or, where asked, the hub; None without either."""
     import httpx2
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(id, "README.md"))
+        return Path(hf_hub_download(id, "README.md", local_files_only=not online))
     except (OSError, ValueError, httpx2.HTTPError):
         return None
 

@@ -71,7 +71,8 @@ def prepare_publication(
     """
     found = find_origin(target, run)
     if base_id is not None:
-        _take_base(found, base_id)
+        found.base_ids = [base_id]
+    _look_up_licences(found, online=hub_id is not None)
     if found.kind == "adapter" and not found.base_ids:
         raise UserError(
             f"the base of this adapter is known on this machine only: {found.ingredients[0].name}",
@@ -143,12 +144,13 @@ def write_hub_folder(source: Path, publication: Publication, out: Path, unknown:
     )
 
 
-def _take_base(found: Origin, base_id: str) -> None:
-    """The base under the name that others find it by; its card may state what the copy here does not."""
-    found.base_ids = [base_id]
+def _look_up_licences(found: Origin, *, online: bool) -> None:
+    """Ask the card of the base, under the name that others find it by, where nothing here states its licence."""
+    only = sum(one.what == "base" for one in found.ingredients) == len(found.base_ids) == 1
     for place, one in enumerate(found.ingredients):
-        if one.what == "base" and one.licence is None:
-            found.ingredients[place] = replace(one, licence=licence_of(base_id))
+        ids = [id for id in found.base_ids if only or id == one.name]
+        if one.what == "base" and one.licence is None and ids:
+            found.ingredients[place] = replace(one, licence=licence_of(ids[0], online=online))
 
 
 def _name(found: Origin, target: Path) -> str:

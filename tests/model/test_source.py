@@ -150,6 +150,14 @@ def test_no_weights_at_all(tiny_model_folder: Path) -> None:
     assert resolve_model(str(tiny_model_folder), weights=False).n_parameters is None
 
 
+def test_a_file_that_was_cut_short_is_named(tiny_model_folder: Path) -> None:
+    weights = tiny_model_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged") as told:
+        resolve_model(str(tiny_model_folder))
+    assert told.value.faults[0].where == str(weights.resolve())
+
+
 def test_no_tokenizer_and_no_weights_are_reported_together(tiny_model_folder: Path) -> None:
     (tiny_model_folder / "model.safetensors").unlink()
     (tiny_model_folder / "tokenizer.json").unlink()

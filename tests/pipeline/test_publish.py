@@ -212,6 +212,24 @@ def test_a_licence_the_hub_does_not_know_is_called_other(run: Path, tmp_path: Pa
     assert (data.license, data.license_name) == ("other", "Our Own 1.0")
 
 
+def test_the_licence_of_a_base_is_looked_up_under_the_id_that_others_find_it_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def card(id: str, *, online: bool) -> Path:
+        asked.append((id, online))
+        (tmp_path / "card.md").write_text("---\nlicense: mit\n---\n")
+        return tmp_path / "card.md"
+
+    monkeypatch.setattr("finetune.pipeline.provenance._hub_card_of", card)
+    adapter = save_adapter(tmp_path / "adapter")
+    for hub_id in (None, "owner/lamps"):
+        _, publication, unknown = prepare_publication(adapter, base_id="owner/base", hub_id=hub_id)
+        assert (publication.licence, unknown) == ("mit", [])
+    assert asked == [("owner/base", False), ("owner/base", True)]
+
+
 class Hub:
     """A hub that takes everything and remembers it."""
 
