@@ -121,6 +121,31 @@ def test_saving_memory_changes_no_loss(changes: dict[str, Any], make_recipe: Any
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["all kept", "recomputed"])
+def test_activations_that_wait_elsewhere_change_no_loss(
+    checkpointing: bool, make_recipe: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's offloading needs a GPU; a copy stands in for its way to the host and back, at the same hooks of autograd."""
+    copied: list[int] = []
+
+    def copies(model: Any, warn_if_no_head: bool) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            copied.append(tensor.numel())
+            return tensor.detach().clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    monkeypatch.setattr("trl.models.get_act_offloading_ctx_manager", copies)
+    monkeypatch.setattr("finetune.training.session.check_training", lambda recipe: None)
+    options = {"train__gradient_checkpointing": checkpointing, "train__epochs": 2}
+    _, plain, _ = train(make_recipe(**options), name="plain")
+    assert not copied
+    _, moved, _ = train(make_recipe(**options, train__activation_offload=True), name="moved")
+    assert copied
+    assert [e["loss"] for e in steps_of(moved)] == [e["loss"] for e in steps_of(plain)]
+    assert digest_folder(moved / "adapter") == digest_folder(plain / "adapter")
+
+
 def test_selective_checkpointing_multiplies_hardly_a_matrix_twice(
     make_recipe: Any, adapted_model: Any, make_rows: Any
 ) -> None:
