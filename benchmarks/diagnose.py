@@ -98,6 +98,10 @@ def count(tally: Tally, made: Made) -> None:
         tally.wrong.append(f"seed {made.seed}, {fault}: {first.shape} ({first.why})")
 
 
+def _missed(is_missed: bool) -> str:
+    return ", missed" if is_missed else ""
+
+
 def report(half: str, tally: Tally) -> list[str]:
     """The confusion table of one half in words."""
     rows = [
@@ -107,8 +111,8 @@ def report(half: str, tally: Tally) -> list[str]:
     share, alarms = tally.right / tally.n, tally.false_alarms / max(tally.healthy, 1)
     stopped = ", ".join(f"{fault} {count}" for fault, count in tally.stopped.items()) or "none"
     return [
-        f"**{half} half**: {tally.right} of {tally.n} right ({share:.1%}, target {RIGHT:.0%}); {tally.false_alarms} false alarms on "
-        f"{tally.healthy} healthy runs ({alarms:.1%}, target {FALSE_ALARMS:.0%}).",
+        f"**{half} half**: {tally.right} of {tally.n} right ({share:.1%}, target {RIGHT:.0%}{_missed(share < RIGHT)}); {tally.false_alarms} false alarms on "
+        f"{tally.healthy} healthy runs ({alarms:.1%}, target {FALSE_ALARMS:.0%}{_missed(alarms > FALSE_ALARMS)}).",
         "",
         *table(["planted", "should be", "diagnosed, runs"], rows),
         "",
