@@ -99,13 +99,7 @@ def test_a_search_killed_in_the_middle_ends_as_if_it_was_not(
     assert all(model["weights_bytes"] > 0 for model in result["models"][3:])
     assert len(result["comparisons"]) == 3 * 2 * 3  # merges, suites, both parents and the base
     assert all(one["p_adjusted"] >= one["p_value"] for one in result["comparisons"])
-    # Adding half of both changes is the mean of both models: the same answers, and the first of equals wins.
-    levels = {model["name"]: model["suites"]["texts"]["metrics"] for model in result["models"]}
-    for metric in ("nll_per_token", "kl_per_token"):
-        same = [levels[name][metric]["mean"] for name in ("soup 1:1", "task_sum lambda 0.5")]
-        assert same[0] == pytest.approx(same[1], rel=1e-4)
-    assert levels["base"]["kl_per_token"]["mean"] == 0.0
-    assert levels["soup 3:1"]["kl_per_token"]["mean"] > 0.0 and levels["first"]["kl_per_token"]["mean"] > 0.0
+    check_levels(result)
 
     n = {one["suite"]: one["n"] for one in result["comparisons"]}
     confirmation = result["confirmation"]
@@ -124,6 +118,17 @@ def test_a_search_killed_in_the_middle_ends_as_if_it_was_not(
     monkeypatch.setattr(module, "merge_models", None)  # all is there: nothing is built, asked or chosen again
     again = search("max_items=5")
     assert not again.worked and again.result == done.result
+
+
+def check_levels(result: dict[str, Any]) -> None:
+    """What the models score on the texts is what their weights make of them."""
+    # Adding half of both changes is the mean of both models.
+    levels = {model["name"]: model["suites"]["texts"]["metrics"] for model in result["models"]}
+    for metric in ("nll_per_token", "kl_per_token"):
+        same = [levels[name][metric]["mean"] for name in ("soup 1:1", "task_sum lambda 0.5")]
+        assert same[0] == pytest.approx(same[1], rel=1e-4)
+    assert levels["base"]["kl_per_token"]["mean"] == 0.0
+    assert levels["soup 3:1"]["kl_per_token"]["mean"] > 0.0 and levels["first"]["kl_per_token"]["mean"] > 0.0
 
 
 def test_what_cannot_be_done_is_told_before_anything_is_trained(search: Any, project: Any) -> None:

@@ -11,6 +11,37 @@ from finetune.evaluation.merge_screen import search_lines
 from finetune.report.merge_search import render_search, write_search_page
 
 HOSTILE = "<script>alert(1)</script>"
+SUITES = [
+    {
+        "name": "home",
+        "role": "task",
+        "metric": "exact_match",
+        "metrics": ["exact_match"],
+        "margin": 0.02,
+        "higher_is_better": True,
+        "open_ended": False,
+        "split": "test",
+    },
+    {
+        "name": "texts",
+        "role": "forgetting",
+        "metric": "nll_per_token",
+        "metrics": ["nll_per_token", "kl_per_token"],
+        "margin": 0.1,
+        "higher_is_better": False,
+        "open_ended": True,
+        "split": None,
+    },
+]
+CLAIM = {
+    "suite": "home",
+    "role": "task",
+    "metric": "exact_match",
+    "requirement": "no-regression",
+    "outcome": "pass",
+    "message": "exact_match: +3 points [-2, +8] at 95 %, n = 100; a loss beyond 10 points is excluded",
+    "against": "english",
+}
 
 
 def level(mean: float, spread: float) -> dict[str, Any]:
@@ -59,41 +90,19 @@ def result() -> dict[str, Any]:
             ("base", "texts", 0.21, "worse"),
         )
     ]
-    claim = {
-        "suite": "home",
-        "role": "task",
-        "metric": "exact_match",
-        "requirement": "no-regression",
-        "outcome": "pass",
-        "message": "exact_match: +3 points [-2, +8] at 95 %, n = 100; a loss beyond 10 points is excluded",
-        "against": "english",
-    }
     parents = [model("english", "parent", 0.75, 3.4, 0.4), model(HOSTILE, "parent", 0.3, 3.3, 0.3)]
     size = {"weights_bytes": 269_000_000, "merge_seconds": 4.0}
     merges = [
         model("soup", "merge", 0.7, 3.25, 0.2, **size),
         model("ties density 0.2", "merge", 0.78, 3.3, 0.25, **size),
     ]
-    suite = {"margin": 0.02, "higher_is_better": True, "open_ended": False}
     return {
         "name": "languages",
         "description": "Two into one.",
         "digest": "ab" * 32,
         "base": "builtin:tiny",
         "parents": ["english", HOSTILE],
-        "suites": [
-            suite
-            | {
-                "name": "home",
-                "role": "task",
-                "metric": "exact_match",
-                "metrics": ["exact_match"],
-                "split": "test",
-            },
-            suite
-            | {"name": "texts", "role": "forgetting", "metric": "nll_per_token", "higher_is_better": False}
-            | {"metrics": ["nll_per_token", "kl_per_token"], "open_ended": True, "split": None},
-        ],
+        "suites": SUITES,
         "models": [model("base", "base", 0.01, 3.0, 0.0), *parents, *merges],
         "comparisons": every,
         "choice": {
@@ -107,7 +116,7 @@ def result() -> dict[str, Any]:
         "confirmation": {
             "models": [model("base", "base", 0.01, 3.0, 0.0), *parents, merges[1]],
             "comparisons": [one for one in every if one["model"] == "ties density 0.2"],
-            "claims": [claim],
+            "claims": [CLAIM],
             "outcome": "pass",
             "exit_code": 0,
             "items": {"home": "cd" * 32},
