@@ -1,10 +1,11 @@
 """Learning from a cached teacher's top 64 beside TRL's GKD with the teacher live: speed, memory, and where both end.
 
-    python benchmarks/distil_speed.py [--model smollm2|tiny] [--rows-per-batch 10] [--steps 8]
+    python benchmarks/distil_speed.py [--model tuned|base|tiny] [--rows-per-batch 10] [--steps 60]
 
 Each side is a process of its own: the same student (every third layer of the teacher, tuned in full), rows, batches, steps,
-optimizer and precision; GKD with lmbda 0 and beta 0 minimises the same forward KL over all tokens. The first step is thrown
-away; memory is the highest resident set (or CUDA allocation) of the training over that of the empty process. `--model tiny`
+optimizer and precision; GKD with lmbda 0 and beta 0 minimises the same forward KL over all tokens. The teacher is that of the
+embedded recipe; of the untuned one (`--model base`), which is unsure of these answers, 64 tokens hold less. The first step is
+thrown away; memory is the highest resident set (or CUDA allocation) of the training over that of the empty process. `--model tiny`
 shows that the script works; its numbers mean nothing.
 """
 
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from results import table, write_section
+from spine import COMMAND
+from spine import RECIPE as TEACHER_RECIPE
 from step_clock import StepClock
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,49 +40,78 @@ from finetune.distil.head import live_targets
 from finetune.distil.losses import divergence, target_places
 from finetune.distil.student import cut_layers
 from finetune.distil.trainer import DistilTrainer
+from finetune.errors import UserError
 from finetune.model.adapters import trainables_to_fp32
-from finetune.model.load import DTYPES, load_model, load_tokenizer
+from finetune.model.load import load_model, load_tokenizer
 from finetune.model.source import resolve_model
 from finetune.paths import find_declarative
+from finetune.pipeline.inputs import gather_inputs
+from finetune.pipeline.teacher import Teacher
 from finetune.recipe.resolve import load_recipe
 from finetune.telemetry.callback import StepTally
 from finetune.telemetry.memory import current_memory_bytes, peak_memory_bytes, reset_peak_memory
 from finetune.training.sft_data import trainer_arguments
 
+RECIPE = "distil/home_intents"
 OURS, GKD = "ours, cached top 64", "TRL 1.16 GKD, live teacher"
 LAYERS = (0, 3, 6, 10, 13, 16, 19, 23, 26, 29)
 K = 64
-TEACHER = "builtin:smollm2-135m-instruct"
+BASE = "builtin:smollm2-135m-instruct"
 
 
-def load_teacher(model: str, *, dtype: str = "bf16") -> Any:
-    """The teacher, frozen. `tiny` is made up from a seed."""
-    if model != "tiny":
-        return load_model(resolve_model(TEACHER), dtype=dtype, attention="sdpa").requires_grad_(False).eval()
+def make_teacher(model: str) -> Any:
+    """`tuned`: that of the embedded recipe, its adapter merged; `base`: the same untuned; `tiny`: made up from a seed."""
+    if model == "base":
+        return load_model(resolve_model(BASE), dtype="bf16", attention="sdpa")
+    if model == "tuned":
+        return teacher_of_recipe().load(dtype="fp32").merge_and_unload().bfloat16()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49_152, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(DTYPES[dtype]).requires_grad_(False).eval()
+    return LlamaForCausalLM(config).bfloat16()
 
 
-def write_student(model: str, layers: Sequence[int], folder: Path) -> None:
-    """Cut the student from the teacher, in bf16: both sides start from these very weights."""
-    student = load_teacher(model)
-    cut_layers(student, layers if model != "tiny" else (0, 2, 5)).save_pretrained(folder)
-    load_tokenizer(resolve_model(TEACHER)).save_pretrained(folder)
+def teacher_of_recipe() -> Teacher:
+    """The run that the embedded distillation names; made first where it is not there."""
+    try:
+        teacher = gather_inputs(RECIPE).teacher
+    except UserError:
+        subprocess.run(
+            [COMMAND, "run", TEACHER_RECIPE], check=False, stdout=sys.stderr
+        )  # its code is a verdict
+        teacher = gather_inputs(RECIPE).teacher
+    assert teacher is not None
+    return teacher
+
+
+def write_models(model: str, layers: Sequence[int], folder: Path) -> None:
+    """`teacher` and `student`, cut from it, in bf16: both sides start from these very weights."""
+    found, tokenizer = make_teacher(model), load_tokenizer(resolve_model(BASE))
+    for name in ("teacher", "student"):
+        if name == "student":
+            cut_layers(found, layers if model != "tiny" else (0, 2, 5))
+        found.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def load_teacher(folder: Path, *, dtype: str = "bf16") -> Any:
+    source = resolve_model(str(folder / "teacher"))
+    return load_model(source, dtype=dtype, attention="sdpa").requires_grad_(False).eval()
 
 
 def load_student(folder: Path, *, dtype: str, attention: str) -> Any:
     """The student, in train mode, all of it trained but the embeddings."""
-    student = load_model(resolve_model(str(folder)), dtype=dtype, attention=attention).requires_grad_(True)
+    student = load_model(
+        resolve_model(str(folder / "student")), dtype=dtype, attention=attention
+    ).requires_grad_(True)
     student.get_input_embeddings().weight.requires_grad_(False)
     return student.train()
 
 
 def train_rows(options: argparse.Namespace) -> tuple[Any, list[TokenisedRow]]:
-    tokenizer = load_tokenizer(resolve_model(TEACHER))
+    tokenizer = load_tokenizer(resolve_model(BASE))
     build = build_dataset(find_declarative("data", "home_intents"), default_builds_root())
     wanted = build.rows("train")[: options.rows_per_batch * options.steps]
     return tokenizer, tokenise_rows(wanted, tokenizer, max_tokens=256).rows
@@ -87,7 +119,7 @@ def train_rows(options: argparse.Namespace) -> tuple[Any, list[TokenisedRow]]:
 
 def settings(options: argparse.Namespace) -> Any:
     return load_recipe(
-        "distil/home_intents",
+        RECIPE,
         [
             "train.learning_rate=3e-4",
             "train.warmup_share=0",
@@ -101,7 +133,7 @@ def our_trainer(options: argparse.Namespace, folder: Path) -> Any:
     """The trainer of `finetune run`, with packs that hold exactly the rows of GKD's batches, reading from the cache."""
     tokenizer, rows = train_rows(options)
     recipe = settings(options)
-    student = load_student(folder / "student", dtype="bf16", attention="document")
+    student = load_student(folder, dtype="bf16", attention="document")
     cache = TeacherCache.open(folder / "cache", rows, identity_of(rows))
     batches = [
         range(i, min(i + options.rows_per_batch, len(rows)))
@@ -141,7 +173,7 @@ def gkd_trainer(options: argparse.Namespace, folder: Path) -> Any:
 
     tokenizer, rows = train_rows(options)
     recipe = settings(options)
-    student = load_student(folder / "student", dtype="fp32", attention="sdpa")
+    student = load_student(folder, dtype="fp32", attention="sdpa")
     arguments = GKDConfig(
         output_dir=str(folder),
         per_device_train_batch_size=options.rows_per_batch,
@@ -163,7 +195,7 @@ def gkd_trainer(options: argparse.Namespace, folder: Path) -> Any:
     )
     return GKDTrainer(
         model=student,
-        teacher_model=load_teacher(options.model),
+        teacher_model=load_teacher(folder),
         args=arguments,
         data_collator=lambda members: padded([rows[member["row"]] for member in members]),
         train_dataset=Dataset.from_list([{"row": row} for row in range(len(rows))]),
@@ -177,8 +209,8 @@ def identity_of(rows: list[TokenisedRow]) -> CacheIdentity:
 
 def fill(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     tokenizer, rows = train_rows(options)
-    write_student(options.model, LAYERS, folder / "student")
-    teacher = load_teacher(options.model)
+    write_models(options.model, LAYERS, folder)
+    teacher = load_teacher(folder)
     start = time.perf_counter()
     manifest = cache_teacher(
         ModelSaying(teacher),
@@ -224,7 +256,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokenizer, rows = train_rows(options)
     trainer.model.__dict__.pop("forward", None)
     trainer.model.set_attn_implementation("sdpa")
-    teacher = load_teacher(options.model, dtype="fp32")
+    teacher = load_teacher(folder, dtype="fp32")
     n_tokens = [
         sum(len(row.input_ids) for row in rows[i : i + options.rows_per_batch])
         for i in range(0, len(rows), options.rows_per_batch)
@@ -249,9 +281,9 @@ def in_process(options: argparse.Namespace, side: str, folder: Path) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2", choices=["smollm2", "tiny"])
+    parser.add_argument("--model", default="tuned", choices=["tuned", "base", "tiny"])
     parser.add_argument("--rows-per-batch", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -281,7 +313,7 @@ def main() -> None:
         f"{mine['peak_bytes'] / theirs['peak_bytes']:.2f}× the memory, final KL {mine['distance'] / theirs['distance'] - 1:+.1%}. "
         f"The cache took {cached['seconds']:.1f} s once, {cached['bytes_per_target']} bytes a target token; its top {K} hold "
         f"{cached['coverage']:.2%} of the teacher's mass.",
-        f"{options.model}, {options.rows_per_batch} rows a step, {options.steps} steps, full tuning of the cut student, bf16.",
+        f"Teacher: {options.model}; {options.rows_per_batch} rows a step, {options.steps} steps, full tuning of the cut student, bf16.",
     ]
     if options.model == "tiny":
         print("\n".join(lines))
