@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -37,9 +36,11 @@ def run(
     """Curate, evaluate the base, tune, evaluate again, compare, report. The exit code is the verdict."""
     from finetune.cli.quiet import quiet_libraries
     from finetune.recipe.resolve import read_recipe
+    from finetune.training.sharding import load_deepspeed
 
     read_recipe(recipe, overrides or [])  # a typo is told before libraries are loaded
     quiet_libraries()
+    load_deepspeed()
     if launch is not None:
         from finetune.training.launch import launch_processes
 
@@ -50,10 +51,6 @@ def run(
         if code == ExitCode.INTERRUPTED:  # one of the processes has said so
             raise SystemExit(code)
         return code
-    from finetune.training.sharding import load_deepspeed, sharding_of
-
-    if sharding_of(os.environ) == "deepspeed":
-        load_deepspeed()
     from finetune.pipeline.run import run_recipe
     from finetune.pipeline.screen import last_screen
     from finetune.training.processes import join_processes

@@ -20,7 +20,7 @@ from ruamel.yaml.error import YAMLError
 from finetune.errors import ExitCode, UserError, did_you_mean
 from finetune.paths import shipped_root
 from finetune.training.processes import FAILURE_FILE
-from finetune.training.sharding import check_sharding, check_zero, load_deepspeed
+from finetune.training.sharding import check_sharding, check_zero
 
 _SUPPORTED = {"NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"}
 # A step and a checkpoint have to end within it after Ctrl-C; torch's default is 30.
@@ -122,8 +122,6 @@ def launch_processes(name: str, overrides: Sequence[str], arguments: Sequence[st
     if config.num_processes == 1:
         raise UserError("one process needs no launcher", where=str(path), fix="leave out --launch")
     options = _options(config)
-    if str(config.distributed_type.value) == "DEEPSPEED":
-        load_deepspeed()
     with tempfile.TemporaryDirectory(prefix="finetune-launch-") as folder:
         if overrides:
             path = Path(folder) / path.name

@@ -41,7 +41,10 @@ def is_deepspeed_installed() -> bool:
 
 
 def load_deepspeed() -> None:
-    """Import DeepSpeed, if it is there, so that what it logs goes to standard error: standard output belongs to answers."""
+    """Import DeepSpeed, if it is there, so that what it logs goes to standard error: standard output belongs to answers.
+
+    accelerate imports it in every training where it is installed, whether it is asked for or not.
+    """
     if is_deepspeed_installed():
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module("deepspeed")
