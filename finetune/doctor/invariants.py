@@ -17,6 +17,9 @@ from finetune.training import invariants
 
 # Relative to the gradient's norm and in nats, for fp32; the issue of rounding alone.
 FP32_LIMIT = 1e-5
+# Packs run through other attention kernels, whose rounding adds up over the layers: 1.1e-5 was seen on 30 layers. Documents that
+# see each other are off by 0.1 and more.
+PACKING_LIMIT = 1e-4
 # Sums in fp64 differ by a few units in the last place of the largest one.
 FP64_LIMIT = 1e-13
 ATTENTIONS = ("eager", "sdpa", "document", "flex_attention")
@@ -108,7 +111,7 @@ def quick_invariants(
     yield at_most(
         "packing",
         max(deviations.values()),
-        FP32_LIMIT,
+        PACKING_LIMIT,
         f"packed rows against the rows one by one, {attention} attention, loss of a token and gradient",
         remedy=_REMEDY,
     )
@@ -186,4 +189,4 @@ def _packing(
         yield Finding(check, "skipped", f"does not run here: {first[:120]}")
         return
     for what, deviation in deviations.items():
-        yield at_most(f"{check}, {what}", deviation, FP32_LIMIT, "packed rows against the rows one by one")
+        yield at_most(f"{check}, {what}", deviation, PACKING_LIMIT, "packed rows against the rows one by one")
