@@ -56,7 +56,8 @@ def parse_value(raw: bytes) -> Any:
     except RowError:
         raise
     except ValueError as error:
-        raise RowError(f"not valid JSON: {error}") from None
+        hint = "; source.encoding says what the bytes are" if "UTF-8" in str(error) else ""
+        raise RowError(f"not valid JSON: {error}{hint}") from None
 
 
 def _holds_long_integer(raw: bytes) -> bool:
