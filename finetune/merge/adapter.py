@@ -32,6 +32,7 @@ from finetune.merge.proof import make_probe
 from finetune.merge.reference import Models
 from finetune.merge.shards import MAX_SHARD_BYTES, TensorFiles, open_model
 from finetune.model.load import DTYPES, embedding_rows, model_skeleton
+from finetune.model.memory import returning_freed_memory
 from finetune.model.source import ModelSource, read_config
 from finetune.paths import write_atomic, write_json
 from finetune.recipe.schema import ModelSection
@@ -101,17 +102,18 @@ def merge_adapter(
             merger.verify(folder, checksums)
             n_rows = job.plan.n_vocabulary or embedding_rows(read_config(base))
             probe = make_probe(load_tokenizer_of(folder), min(n_rows, embedding_rows(read_config(base))))
-            proof = measure(
-                models,
-                folder,
-                probe,
-                job.stored,
-                job.base,
-                dtype=dtype,
-                quantization=quantization,
-                onto=onto,
-                progress=progress,
-            )
+            with returning_freed_memory():
+                proof = measure(
+                    models,
+                    folder,
+                    probe,
+                    job.stored,
+                    job.base,
+                    dtype=dtype,
+                    quantization=quantization,
+                    onto=onto,
+                    progress=progress,
+                )
             proof.add_changes(merger.changes, job.plan)
             proof.seconds = round(time.monotonic() - started, 2)
             write_json(folder / PROOF_FILE, proof.to_dict())
