@@ -33,7 +33,9 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["merge", "adapter", *map(str, arguments)])
 
 
-def test_the_screen_says_in_words_that_the_merge_is_good_and_the_model_loads(tmp_path: Path, tuned: Path) -> None:
+def test_the_screen_says_in_words_that_the_merge_is_good_and_the_model_loads(
+    tmp_path: Path, tuned: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = run(tuned, "--out", tmp_path / "out")

@@ -107,7 +107,9 @@ def test_parts_of_every_kind_say_where_they_are_from(made: DatasetBuild) -> None
     assert "| 2 | hassil | `3.13` |" in text
     row = "| 3 | answers of the model some/model to the prompts of mine (by hand) | CC-BY-4.0; terms of the model: "
     assert row + "unknown: find out whether" in text
-    assert "unknown: ask whoever owns the sources" in text  # the licence of the prompts does not cover the answers
+    assert (
+        "unknown: ask whoever owns the sources" in text
+    )  # the licence of the prompts does not cover the answers
     sources[2]["model_licence"] = "Apache-2.0"
     text = card_of({**made.manifest, "source": {"kind": "several", "sources": sources}})
     assert row + "Apache-2.0 |" in text and "unknown" not in text

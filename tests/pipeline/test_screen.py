@@ -44,7 +44,9 @@ def _lines(folder: Path, *results: dict[str, Any], correction: Any = "holm") -> 
 
 def test_an_improvement_is_shown_with_interval_and_cells(folder: Path) -> None:
     lines = _lines(folder, _result("task"))
-    assert lines["effect"] == "m 10.0% → 40.0%: +30.0 points [+20.0, +40.0] at 95 %, n = 60; 20 fixed, 2 broken"
+    assert (
+        lines["effect"] == "m 10.0% → 40.0%: +30.0 points [+20.0, +40.0] at 95 %, n = 60; 20 fixed, 2 broken"
+    )
     assert lines["verdict"].startswith("IMPROVED: the tuning helped")
     assert not {"limits", "suite", "claims", "cost"} & set(lines)
 
