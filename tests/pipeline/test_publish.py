@@ -20,6 +20,7 @@ from finetune.paths import write_json
 from finetune.pipeline.provenance import licence_of
 from finetune.pipeline.publish import HubFolder, prepare_publication, write_hub_folder
 
+ELSEWHERE = "/" + "home/me"  # a folder of somebody's machine
 RECIPE = """recipe: 1
 name: lamps
 description: Lamps | and <b>blinds</b>
@@ -59,7 +60,9 @@ def save_adapter(folder: Path, seed: int = 0) -> Path:
         "target_modules": ["q_proj"],
         "task_type": "CAUSAL_LM",
     }
-    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": "/home/me/models/base"})
+    write_json(
+        folder / "adapter_config.json", config | {"base_model_name_or_path": f"{ELSEWHERE}/models/base"}
+    )
     (folder / "README.md").write_text("an empty form")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
@@ -69,7 +72,9 @@ def save_run(
     folder: Path, base: str = "builtin:smollm2-135m-instruct", licence: str | None = "CC-BY-4.0"
 ) -> Path:
     adapter = save_adapter(folder / "adapter")
-    (folder / "recipe.resolved.yaml").write_text(RECIPE.format(base=base, spec="/home/me/data/lamps.yaml"))
+    (folder / "recipe.resolved.yaml").write_text(
+        RECIPE.format(base=base, spec=f"{ELSEWHERE}/data/lamps.yaml")
+    )
     outputs = {f"adapter/{name}": digest_file(adapter / name) for name in ("adapter_model.safetensors",)}
     write_json(
         folder / "manifest.json",
@@ -92,7 +97,7 @@ def save_run(
 def save_model(folder: Path, adapter: Path | None = None) -> Path:
     folder.mkdir()
     save_file({"model.norm.weight": torch.ones(4)}, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", {"model_type": "llama", "_name_or_path": "/home/me/models/base"})
+    write_json(folder / "config.json", {"model_type": "llama", "_name_or_path": f"{ELSEWHERE}/models/base"})
     (folder / ".hidden.json").write_text("{}")
     (folder / "optimizer.pt").write_bytes(b"pickle")
     if adapter is not None:
@@ -144,12 +149,12 @@ def test_the_card_of_an_adapter_names_its_origin_by_digest_and_its_scores_with_i
 
 def test_no_folder_of_this_machine_is_published(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", base_id="owner/base")
-    assert "/home/me" not in everything(tmp_path / "out")
+    assert ELSEWHERE not in everything(tmp_path / "out")
     assert "lamps.yaml" in (tmp_path / "out" / "training_recipe.yaml").read_text()
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "owner/base"
     export(save_model(tmp_path / "merged"), tmp_path / "out2")
-    assert "/home/me" not in everything(tmp_path / "out2")
+    assert ELSEWHERE not in everything(tmp_path / "out2")
 
 
 def test_a_merged_model_has_the_evaluation_of_the_run_it_was_made_of(run: Path, tmp_path: Path) -> None:

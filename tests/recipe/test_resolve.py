@@ -57,6 +57,8 @@ def test_every_key_is_written_in_schema_order(write: Write) -> None:
         "train.samples.every_steps=1",
         "train.method=distil",
         "distil.teacher.id=large",
+        "distil.teacher.server.url=http://localhost:8000/v1",
+        "distil.teacher.server.model=large",
     ]
     written = YAML(typ="safe", pure=True).load(resolved_yaml(load_recipe(write(), absent)))
     assert list(keys(written)) == list(dotted_keys(Recipe))
