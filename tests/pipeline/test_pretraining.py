@@ -34,7 +34,7 @@ def test_running_text_is_learnt_and_judged_by_text_that_training_has_not_seen(
         json.loads(line) for line in (folder / "eval/service_notes/tuned.jsonl").read_text().splitlines()
     ]
     assert {row["kind"] for row in rows} == {"text"}
-    assert len(items) == 12
+    assert len(items) == 17
     texts = {row["text"] for row in rows}
     assert not [item for item in items if item["reference"] in texts]
     assert all(item["reference"].startswith("Device: ") for item in items)
