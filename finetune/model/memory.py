@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 # Of glibc's mallopt(3). Blocks from the threshold on are mapped one by one, and unmapped when they are freed.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SMALL_BLOCK = 128 * 1024
-_LARGEST_HEAP_BLOCK = (
-    32 * 1024 * 1024
-)  # where glibc's own, moving threshold ends as soon as a tensor of that size is freed
-
-
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
+_SMALL_BLOCK = 1 << 17
+_LARGE_BUFFER = 1 << 20
+# Where glibc's own, moving threshold ends as soon as a tensor of that size is freed.
+_LARGEST_HEAP_BLOCK = 1 << 25
 
 
 def release_memory() -> None:
@@ -38,16 +35,8 @@ def no_holes() -> Iterator[None]:
     Quantizing a model, and the norms that DoRA starts from, left 360 to 530 MB of such holes in a process with a model of
     135 million parameters. Training afterwards allocates as always, for mapping every block would cost it time.
     """
-    mallopt = _from_libc("mallopt")
-    if mallopt is None:
+    with _mapped_from(_SMALL_BLOCK):
         yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, _SMALL_BLOCK)
-    try:
-        yield
-    finally:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_HEAP_BLOCK)
 
 
 def keep_freed_memory() -> None:
@@ -55,11 +44,10 @@ def keep_freed_memory() -> None:
     loop, otherwise cost more in page faults than in arithmetic. These are the limits that its own adaptation ends at, so
     that nothing needs to be undone; `release_memory` returns what is left.
     """
-    if sys.platform == "linux":
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-        if set_option is not None:
-            set_option(_MMAP_THRESHOLD, 1 << 25)
-            set_option(_TRIM_THRESHOLD, 1 << 26)
+    mallopt = _from_libc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_HEAP_BLOCK)
 
 
 @contextmanager
@@ -69,9 +57,16 @@ def returning_freed_memory() -> Iterator[None]:
     Growing caches of keys and values are freed and made anew at every token, a little larger each time; kept in the heap,
     their holes grow with the number of layers: 425 MB beside four layers of 2,048 units, 273 MB so. It costs page faults.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, 1 << 20)
+    with _mapped_from(_LARGE_BUFFER):
+        yield
+
+
+@contextmanager
+def _mapped_from(n_bytes: int) -> Iterator[None]:
+    """While this lasts blocks of `n_bytes` and more are mapped one by one; afterwards freed memory is kept."""
+    mallopt = _from_libc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, n_bytes)
     try:
         yield
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any
 
 from finetune.data.fold import normalised_opening, squeeze_text
@@ -15,6 +14,7 @@ from finetune.data.read.shapes import RULES, Fields, plain_turns, shape_fields, 
 from finetune.data.read.turns import INSTRUCTING, TurnKeys, as_text
 from finetune.data.rows import Row, Turn, digest_content
 from finetune.data.spec_source import RowsSource, Shape
+from finetune.digest import digest_bytes
 
 _HOLE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _MISSING = object()
@@ -86,7 +86,7 @@ class RowMaker:
             opening = normalised_opening(messages)
         else:  # text or tokens: the whole row is what must not be on two sides
             opening = squeeze_text(fields.get("text") or ",".join(map(str, fields["input_ids"])))
-        return f"opening-{sha256(opening.encode()).hexdigest()[:16]}"
+        return f"opening-{digest_bytes(opening.encode())[:16]}"
 
     def _tags_of(self, given: dict[str, Any]) -> dict[str, str]:
         tags: dict[str, str] = {}
