@@ -1,8 +1,7 @@
-"""What the speed benchmarks of trainers share: a model of no size, steps in the order of the rows, peak memory."""
+"""What the speed benchmarks of trainers share: a model of no size, steps in the order of the rows."""
 
 from __future__ import annotations
 
-import resource
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,6 @@ def tiny_source() -> Any:
         folder
     )
     return resolve_model(str(folder))
-
-
-def peak_bytes() -> float:
-    """The most memory that this process has held: on the GPU where there is one, else resident.
-
-    Not `ru_maxrss`, which in a child begins with what its parent held when it was started.
-    """
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    status = Path("/proc/self/status")
-    if not status.exists():  # no Linux
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    kibibytes = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return float(kibibytes) * 1024
 
 
 def in_order(trainer: Any) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contenders import in_order
 from datasets import Dataset
 from results import table, write_section
 from spine import COMMAND
@@ -250,7 +251,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trainer = (our_trainer if options.side == OURS else gkd_trainer)(options, folder)
     clock = StepClock()
     trainer.add_callback(clock)
-    trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    in_order(trainer)
     trainer.train()
     peak = peak_memory_bytes() - empty
     tokenizer, rows = train_rows(options)

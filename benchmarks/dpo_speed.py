@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import in_order, peak_bytes, tiny_source
+from contenders import in_order, tiny_source
 from peft import LoraConfig
 from results import table, write_section
 from step_clock import StepClock
@@ -35,6 +35,7 @@ from finetune.model.load import load_model, load_tokenizer
 from finetune.model.source import resolve_model
 from finetune.recipe.resolve import load_recipe
 from finetune.telemetry.callback import StepTally
+from finetune.telemetry.memory import peak_memory_bytes
 from finetune.training.arguments import shared_arguments
 from finetune.training.branches import BranchCollator, Pack, Packs
 from finetune.training.dpo_trainer import ExactDpoTrainer
@@ -161,7 +162,7 @@ def contend(
     return {
         "step_seconds": statistics.median(clock.seconds[1:]),
         "reference_seconds": reference_seconds / options.steps,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_memory_bytes(),
     }
 
 

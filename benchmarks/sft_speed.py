@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import in_order, peak_bytes, tiny_source
+from contenders import in_order, tiny_source
 from datasets import Dataset
 from peft import LoraConfig
 from results import table, write_section
@@ -37,6 +37,7 @@ from finetune.model.source import resolve_model
 from finetune.recipe.resolve import load_recipe
 from finetune.telemetry.callback import StepTally
 from finetune.telemetry.flops import measure_peak_flops, step_work
+from finetune.telemetry.memory import peak_memory_bytes
 from finetune.training.sft import trainer_arguments
 from finetune.training.sft_trainer import ExactSftTrainer
 
@@ -159,7 +160,7 @@ def contend(name: str, source: Any, rows: Rows, options: argparse.Namespace) -> 
     in_order(trainer)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"seconds": clock.seconds[1:], "losses": losses, "peak_bytes": peak_bytes()}
+    return {"seconds": clock.seconds[1:], "losses": losses, "peak_bytes": peak_memory_bytes()}
 
 
 def peak_alone(name: str, options: argparse.Namespace) -> float:
