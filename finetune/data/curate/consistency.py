@@ -7,9 +7,11 @@ reaches 5 %, the aspect is warned of and rows of both piles are shown.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from finetune.data.curate.formats import format_of, has_courtesy, length_class, opening_words
 from finetune.data.curate.language import UNDETERMINED, language_of
@@ -19,10 +21,34 @@ WARN_FROM = 0.05
 _EXAMPLES = 3
 _MOST_VALUES = 30  # openings have a long tail; the rest is one number
 
+_SENTENCE_WORDS = 5
+
+
+def _language_of_answer(answer: str) -> str:
+    """The language of the prose in an answer. A record has keys, names and values, which are of none: only the sentences
+    among the strings of a JSON document count.
+    """
+    if format_of(answer) != "JSON":
+        return language_of(answer)
+    try:
+        return language_of(" ".join(_sentences(orjson.loads(answer))))
+    except orjson.JSONDecodeError:  # of more than a megabyte: its form was told from its bracket
+        return UNDETERMINED
+
+
+def _sentences(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if len(value.split()) >= _SENTENCE_WORDS:
+            yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _sentences(part)
+
+
 # Aspect -> its value for an answer. Lengths and openings differ for good reasons, so they are shown and not warned of.
 ASPECTS: dict[str, Callable[[str], str]] = {
     "format": format_of,
-    "language": language_of,
+    "language": _language_of_answer,
     "courtesy": lambda answer: "opens with a courtesy" if has_courtesy(answer) else "comes to the point",
     "length": length_class,
     "opening": opening_words,

@@ -10,7 +10,7 @@ from finetune.data.curate.answers import find_repeated, is_empty, is_refusal
 from finetune.data.curate.consistency import Mix, measure_consistency
 from finetune.data.curate.coverage import tag_coverage
 from finetune.data.curate.formats import format_of, has_courtesy, length_class, opening_words
-from finetune.data.curate.language import language_of
+from finetune.data.curate.language import UNDETERMINED, language_of
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,19 @@ def test_within_a_tag_two_tasks_may_differ() -> None:
     assert _mix(answers, "format").warned
     mixes = measure_consistency(answers, within=tasks, aspects=["format"])
     assert [(mix.within, mix.warned, mix.n) for mix in mixes] == [("chat", False, 10), ("extract", False, 10)]
+
+
+def test_a_record_has_no_language_but_the_sentences_in_it_have() -> None:
+    records = [
+        f'{{"intent":"HassTurnOn","name":"{name}","area":"salle de bain"}}'
+        for name in ("lampe du plafond", "the lamp")
+    ]
+    assert {pile.value for pile in _mix(records, "language").piles} == {UNDETERMINED}
+    assert _mix(["[" + "9," * (1 << 20)], "language").piles[0].value == UNDETERMINED
+    said = ['{"steps":[{"reply":"Turn the lamp off before you leave the house"}]}'] * 9
+    assert not _mix([*records * 20, *said], "language").warned
+    german = '{"steps":[{"reply":"Schalte das Licht in der Küche aus, bevor du gehst"}]}'
+    assert _mix([*said, german], "language").warned
 
 
 def test_languages_that_cannot_be_told_are_no_minority() -> None:
