@@ -150,9 +150,10 @@ def _units(row: Row, unit: Unit) -> list[Row]:
         f"row {row.id} is of kind '{row.kind}', and this method learns from "
         + ("pairs of a chosen and a rejected answer" if unit == "pair" else "answers that are wanted or not"),
         where=f"{row.source}",
-        why="with train.method the kind of the rows has to fit",
-        fix="give every row 'chosen' and 'rejected' answers, or set train.method: "
-        + ("kto" if row.kind == "kto" else "sft"),
+        why="every row has to be of a kind that train.method learns from",
+        fix="give every row 'chosen' and 'rejected' answers"
+        + ("" if unit == "pair" else ", or a 'completion' with a 'label'")
+        + f", or set train.method: {'kto' if row.kind == 'kto' else 'sft'}",
     )
 
 

@@ -24,7 +24,8 @@ class TokenisedRow:
     """input_ids and labels have the same length; labels are the ids themselves on targets and -100 elsewhere.
 
     Labels are not shifted: position i is predicted from the positions before it, as transformers does it. `weights`, as
-    long as they, is there when an answer has a weight other than 1: how much each target counts, 0 elsewhere.
+    long as they, is there when an answer has a weight other than 1: how much each target counts, 0 elsewhere. `shortened`:
+    something was cut out before the last answer, so that it stands behind other tokens than those of the whole row.
     """
 
     row_id: str
@@ -33,6 +34,7 @@ class TokenisedRow:
     n_targets: int
     weights: list[float] | None = None
     source: str = ""
+    shortened: bool = False
 
     def spans(self) -> list[tuple[int, int]]:
         """The runs of targets as (first, past the last) token positions."""

@@ -154,7 +154,7 @@ def _make_fit(
         return parts
     shorter = shorten(row, max_tokens, tokenise) if long_rows in ("truncate_prompt", "split") else None
     counts["truncated"] += shorter is not None
-    return [shorter] if shorter is not None else []
+    return [replace(shorter, shortened=True)] if shorter is not None else []
 
 
 def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:

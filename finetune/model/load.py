@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from finetune.model.quantization import (
     quantization_config,
 )
 from finetune.model.reward import MISSING_SCORE, SCORE_HEAD, quiet_loading, start_score
-from finetune.model.source import ModelSource, read_config
+from finetune.model.source import ModelSource, read_config, require_commit
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool | str = False) -> Any:
@@ -191,14 +189,7 @@ def _remote_code(trust_remote_code: bool | str) -> dict[str, Any]:
     """Off, or pinned: only a full commit hash may switch remote code on."""
     if trust_remote_code is False or trust_remote_code == "":
         return {"trust_remote_code": False}
-    if not isinstance(trust_remote_code, str) or not _COMMIT.fullmatch(trust_remote_code):
-        raise UserError(
-            f"'{trust_remote_code}' is not a commit",
-            where="model.trust_remote_code",
-            why="a branch or tag can be moved to other code after you read it",
-            fix="write the 40-digit commit whose code you have read, or false",
-        )
-    return {"trust_remote_code": True, "code_revision": trust_remote_code}
+    return {"trust_remote_code": True, "code_revision": require_commit(trust_remote_code)}
 
 
 def check_causal_lm(source: ModelSource, config: dict[str, Any], trust_remote_code: bool | str) -> None:

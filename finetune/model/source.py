@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from finetune.paths import cache_root, read_json, write_json
 BUILTIN_PREFIX = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 Announce = Callable[[str], None]
@@ -99,6 +101,8 @@ def locate_model(
                 where=where,
                 fix="name a folder that holds config.json and *.safetensors",
             )
+        if trust_remote_code:
+            _require_pinned(folder, trust_remote_code)
     else:
         folder, revision = fetch_from_hub(
             id, revision, weights=weights, trust_remote_code=trust_remote_code, where=where
@@ -107,6 +111,31 @@ def locate_model(
     if faults:
         raise UserError(faults)
     return folder, revision
+
+
+def require_commit(trust_remote_code: bool | str) -> str:
+    """The commit whose code may run. Raises UserError for whatever else is given in its place."""
+    if isinstance(trust_remote_code, str) and _COMMIT.fullmatch(trust_remote_code):
+        return trust_remote_code
+    raise UserError(
+        f"'{trust_remote_code}' is not a commit",
+        where="model.trust_remote_code",
+        why="a branch or tag can be moved to other code after you read it",
+        fix="write the 40-digit commit whose code you have read, or false",
+    )
+
+
+def _require_pinned(folder: Path, trust_remote_code: bool | str) -> None:
+    """Of a folder only a snapshot of the hub's cache is known to be at a commit; any other can change under its pin."""
+    commit = require_commit(trust_remote_code)
+    if folder.parent.name == "snapshots" and folder.name == commit:
+        return
+    raise UserError(
+        f"the code in {folder} is pinned by no commit",
+        where="model.trust_remote_code",
+        why=f"a folder can be changed after you read it, and nothing says that it is at {commit}",
+        fix="set model.id to the hub id and model.revision to that commit, or set model.trust_remote_code: false",
+    )
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:

@@ -174,7 +174,10 @@ class _Fitter:
         elif node.kind == "bool" and {str, Path} & set(form.scalars):
             fix = f'if the text is meant, put it in quotes: "{node.text}"'
         elif form.literals:
-            fix = _meant(node.text, [shown(literal) for literal in form.literals])
+            words = [shown(literal) for literal in form.literals]
+            fix = _meant(node.text, words)
+            if form.items is not None and node.kind == "str" and nearest(node.text, words) is None:
+                fix = f"write it as a list: [{shown(node.text)}], or one of {', '.join(words)}"
         elif {int, float} & set(form.scalars) and _number(node) is not None:
             finite = math.isfinite(_number(node) or 0)
             fix = "write a number without fraction" if finite else "write a finite number"

@@ -155,6 +155,7 @@ def _check_losses(method: Method, section: PreferenceSection, accumulation: int)
             f"{len(section.loss_weights)} weights for {len(losses)} losses",
             fix="give one weight for each loss",
         )
+    _check_something_weighs(method, section)
     if accumulation > 1 and (sorting := [name for name in losses if name in SORTING_LOSSES]):
         raise refused(
             "preference.losses",
@@ -162,6 +163,27 @@ def _check_losses(method: Method, section: PreferenceSection, accumulation: int)
             fix="set train.gradient_accumulation_steps: 1 and a larger pack or micro-batch",
         )
     _check_smoothing(method, section, losses)
+
+
+def _check_something_weighs(method: Method, section: PreferenceSection) -> None:
+    """A loss without weight has no gradient, and training would end at its first step."""
+    compared = [
+        weight
+        for name, weight in zip(section.losses_of(method), section.weights_of(method), strict=True)
+        if name != "sft"
+    ]
+    if compared and not any(compared):
+        raise refused(
+            "preference.loss_weights",
+            "no loss that compares the answers has a weight, so no answer is preferred",
+            fix="give one of them a weight above 0",
+        )
+    if method == "kto" and not (section.desirable_weight or section.undesirable_weight):
+        raise refused(
+            "preference.desirable_weight",
+            "neither wanted nor unwanted answers weigh anything, so nothing is learnt",
+            fix="give one of the two a weight above 0",
+        )
 
 
 def _check_smoothing(method: Method, section: PreferenceSection, losses: tuple[LossName, ...]) -> None:

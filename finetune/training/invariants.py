@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.data.chat_spans import is_trained_answer
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, prompt_ids
 from finetune.recipe.schema import Recipe
@@ -120,13 +121,16 @@ def first_token_targets(recipe: Recipe, tokenizer: Any, model: Any, rows: Sequen
 def rendering_differences(
     rows: Sequence[Row], tokenised: Mapping[str, TokenisedRow], tokenizer: Any
 ) -> list[str]:
-    """Ids of rows whose last answer was trained behind other tokens than the model is given when it answers."""
+    """Ids of rows whose last trained answer stands behind other tokens than the model is given when it answers.
+
+    Rows that `data.long_rows` has shortened are left out: of those the model is given what is left.
+    """
     differing = []
     for row in rows:
         trained = tokenised.get(row.id)
-        if row.kind != "chat" or trained is None or not trained.spans():
+        if row.kind != "chat" or trained is None or trained.shortened or not trained.spans():
             continue
-        last = max(index for index, turn in enumerate(row.messages) if turn["role"] == "assistant")
+        last = max(index for index, turn in enumerate(row.messages) if is_trained_answer(turn))
         served, _ = prompt_ids(row.messages[:last], tokenizer, tools=row.tools)
         if trained.input_ids[: trained.spans()[-1][0]] != served:
             differing.append(row.id)

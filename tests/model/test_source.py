@@ -194,6 +194,18 @@ def test_remote_code_of_another_commit_is_refused(tmp_path: Path, monkeypatch: p
         resolve_model("owner/name", trust_remote_code="b" * 40)
 
 
+def test_the_code_of_a_plain_folder_is_pinned_by_no_commit(tiny_model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="pinned by no commit"):
+        resolve_model(str(tiny_model_folder), trust_remote_code="a" * 40)
+    snapshot = tmp_path / "snapshots" / ("a" * 40)
+    shutil.copytree(tiny_model_folder, snapshot)
+    assert resolve_model(str(snapshot), trust_remote_code="a" * 40).folder == snapshot
+    with pytest.raises(UserError, match="pinned by no commit"):
+        resolve_model(str(snapshot), trust_remote_code="b" * 40)
+    with pytest.raises(UserError, match="is not a commit"):
+        resolve_model(str(snapshot), trust_remote_code="main")
+
+
 def test_two_racing_conversions_happen_once(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

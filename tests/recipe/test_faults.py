@@ -117,6 +117,18 @@ ONE_FAULT: dict[str, tuple[str, str, str, str]] = {
         "'train.learning_rate' must be a number, not 'fast'",
         "",
     ),
+    "one name for a list that may also be a word": (
+        with_lines("adapter:", "  target_modules: q_proj"),
+        "8:19",
+        "'adapter.target_modules' must be all-linear or a list of text, not 'q_proj'",
+        "write it as a list: [q_proj]",
+    ),
+    "a slip in that word": (
+        with_lines("adapter:", "  target_modules: all_linear"),
+        "8:19",
+        "not 'all_linear'",
+        "did you mean 'all-linear'?",
+    ),
     "not a number": (with_lines("adapter:", "  alpha: .nan"), "8:10", "not .nan", "finite"),
     "infinite by its size": (with_lines("adapter:", "  alpha: 1e999"), "8:10", "not 1e999", "finite"),
     "boolean for text": (

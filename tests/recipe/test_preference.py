@@ -46,6 +46,15 @@ def only(found: list[Fault]) -> str:
         ("method=dpo preference.losses=[kto]", "dpo has no loss 'kto'"),
         ("method=dpo preference.losses=[sft]", "sft alone prefers nothing"),
         ("method=dpo preference.losses=[sigmoid,sigmoid]", "a loss is named twice"),
+        ("method=dpo preference.loss_weights=[0]", "no answer is preferred"),
+        (
+            "method=dpo preference.losses=[sigmoid,sft] preference.loss_weights=[0,1]",
+            "no answer is preferred",
+        ),
+        (
+            "method=kto preference.desirable_weight=0 preference.undesirable_weight=0",
+            "neither wanted nor unwanted answers weigh anything",
+        ),
         ("method=dpo preference.loss_weights=[1,2]", "2 weights for 1 losses"),
         ("method=dpo preference.losses=[aot] gradient_accumulation_steps=2", "aot sorts the pairs"),
         ("method=dpo preference.simpo_gamma=1", "it means nothing to train.method dpo"),

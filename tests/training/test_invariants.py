@@ -144,6 +144,25 @@ def test_training_and_serving_render_the_same_tokens(tiny_tokenizer: Any) -> Non
     assert invariants.rendering_differences(rows, tokenised, other) == ["r0", "r1", "r2"]
 
 
+def test_a_shortened_row_and_an_answer_that_is_not_learnt_are_no_other_rendering(tiny_tokenizer: Any) -> None:
+    """What was cut out of a row the model is not given either; the last answer may carry no loss."""
+    long = ({"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "yes"})
+    read_only = (
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "no", "train": False},
+    )
+    rows = [
+        Row(id=name, messages=messages, group="g", source="s")
+        for name, messages in (("long", long), ("read only", read_only))
+    ]
+    cut = tokenise_rows(rows, tiny_tokenizer, max_tokens=150, long_rows="truncate_prompt").rows
+    assert [row.shortened for row in cut] == [True, False]
+    tokenised = {row.row_id: row for row in cut}
+    assert invariants.rendering_differences(rows, tokenised, tiny_tokenizer) == []
+
+
 @pytest.mark.parametrize("adapter", [{}, {"adapter__kind": "none"}, {"adapter__kind": "dora"}], ids=str)
 def test_all_of_it_on_one_model_which_is_as_it_was_afterwards(
     adapter: dict[str, Any], make_recipe: Any, make_rows: Any, adapted_model: Any, tiny_tokenizer: Any
