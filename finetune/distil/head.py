@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetune.distil.losses import DistillationLoss, Targets, chunked_distillation_loss, target_places
 from finetune.distil.targets import TeacherTargets
+from finetune.errors import UserError
 from finetune.training.head import supports_target_head
 
 # What a batch holds beside the model's own inputs.
@@ -59,6 +60,16 @@ def add_distillation_head(model: nn.Module) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+def teacher_not_finite(where: str, kept: str = "") -> UserError:
+    """The fault of a teacher whose logits are NaN or infinite; `kept`: what the remedy adds on what was computed."""
+    return UserError(
+        "the teacher's logits are not finite",
+        where=where,
+        why="its weights are damaged, or its compute type overflows",
+        fix=f"set distil.teacher.dtype: fp32, or bring the teacher's weights back{kept}",
+    )
+
+
 @torch.no_grad()
 def live_targets(teacher: Any, inputs: dict[str, Any], n_vocabulary: int) -> TeacherTargets:
     """What the teacher says at every target of a batch, in the order of the flattened batch.
@@ -80,4 +91,4 @@ def live_targets(teacher: Any, inputs: dict[str, Any], n_vocabulary: int) -> Tea
     )
 
 
-__all__ = ["NOT_INPUTS", "DistillationLoss", "add_distillation_head", "live_targets"]
+__all__ = ["NOT_INPUTS", "DistillationLoss", "add_distillation_head", "live_targets", "teacher_not_finite"]

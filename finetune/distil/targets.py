@@ -6,6 +6,7 @@ Shapes: n target tokens · V vocabulary · k kept tokens · D hidden size of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -70,6 +71,15 @@ class TeacherTargets:
         hidden = self.hidden[start:stop].to(self.head.dtype)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             return TeacherTargets(torch.nn.functional.linear(hidden, self.head, self.head_bias))
+
+    def is_finite(self, chunk_tokens: int = 64) -> bool:
+        """Whether every target has a distribution: no NaN, no +inf, and not -inf at all tokens. Made chunk by chunk."""
+        for start, stop in pairwise(self.cuts(chunk_tokens)):
+            logits = self.part(start, stop).logits
+            assert logits is not None
+            if not torch.logsumexp(logits.float(), dim=1).isfinite().all():
+                return False
+        return True
 
     def to(self, device: torch.device | str) -> TeacherTargets:
         """The same on another device."""

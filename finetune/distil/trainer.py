@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from finetune.distil.head import add_distillation_head, live_targets
+from finetune.distil.head import add_distillation_head, live_targets, teacher_not_finite
 from finetune.distil.losses import DistillationLoss, Targets
 from finetune.distil.targets import TeacherTargets
 from finetune.errors import UserError
@@ -86,6 +86,8 @@ class DistilTrainer(ExactSftTrainer):
         total_weight = num_items_in_batch
         if total_weight is None:
             total_weight = len(teacher) if weights is None else weights.sum()
+        if not math.isfinite(float(parts.loss.detach())) and not teacher.is_finite():
+            raise teacher_not_finite("distil.teacher", "; the last checkpoint is kept")
         self._count_distilled(inputs, parts, len(teacher))
         return self.step_loss(parts.loss, total_weight)
 

@@ -95,7 +95,7 @@ class OnPolicySection(Section):
 class StudentSection(Section):
     """What the student is before it learns."""
 
-    init: Annotated[str, Field(pattern=r"^(model|layers\[[\d\s,]+\])$")] = Field(
+    init: str = Field(
         "model",
         description="`model`: that of `model.id`, with the adapter of `adapter.start`. `layers[0, 3, 6]`: cut from the teacher, its "
         "embeddings, head and these layers, counted from 0; `model.id` is then the teacher's base.",
@@ -112,9 +112,15 @@ class StudentSection(Section):
         if self.init == "model":
             return self
         layers = self.layers
-        if layers is None or list(layers) != sorted(set(layers)):
+        if layers is None:
             raise refused(
-                "init", "layers are named once each, in their order", fix="init: layers[0, 3, 6, 9]"
+                "init",
+                f"'{self.init}' is neither model nor layers of the teacher",
+                fix="name each layer by its number from 0, as in `init: layers[0, 3, 6, 9]`, or write `init: model`",
+            )
+        if list(layers) != sorted(set(layers)):
+            raise refused(
+                "init", "layers are named once each, in their order", fix=f"init: layers{sorted(set(layers))}"
             )
         return self
 

@@ -1,4 +1,7 @@
-"""Names that other fine-tuning tools use for keys of a recipe: dotted key, or a sentence where there is none."""
+"""Names that other fine-tuning tools use for keys of a recipe: dotted key, or a sentence where there is none.
+
+A name with dots is one of its own section only.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,13 @@ _PLACES: dict[str, str] = {
     "train.keep_checkpoints": "save_total_limit max_checkpoints",
     "train.validate_every_steps": "eval_steps evaluation_strategy eval_strategy eval_interval evals_per_epoch",
     "train.report_to": "wandb_project use_wandb logger loggers trackers",
+    "distil.teacher.id": "teacher_model teacher_model_name_or_path teacher_path kd_teacher",
+    "distil.loss.kind": "divergence kd_loss distillation_loss",
+    "distil.loss.beta": "distil.loss.alpha skew_alpha jsd_beta",
+    "distil.loss.temperature": "kd_temperature distillation_temperature",
+    "distil.loss.answer_weight": "kd_ce_alpha ce_weight",
+    "distil.on_policy.share": "lmbda gkd_lambda",
+    "distil.cache.k": "top_k_logits kd_top_k topk",
     "eval.suites": "suite eval_dataset eval_datasets benchmark benchmarks tasks",
     "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
     "eval.baselines": "baseline",

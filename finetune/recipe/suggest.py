@@ -23,14 +23,15 @@ def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def suggest(key: str, section: str, siblings: list[str], known: list[str], renamed: Mapping[str, str]) -> str:
     """The sentence that tells what to write in place of the unknown `key` of `section` ('' is the top).
 
-    `siblings` are the keys of that section, `known` all dotted keys, `renamed` names of other tools -> dotted key, or a
-    sentence (with a space in it) where there is no such key.
+    `siblings` are the keys of that section, `known` all dotted keys, `renamed` names of other tools (`section.name` for a name
+    in that section only) -> dotted key, or a sentence (with a space in it) where there is no such key.
     """
     plain = key.strip().lower().replace("-", "_")
     if plain in siblings:
         return f"did you mean '{plain}'?"
-    if plain in renamed:
-        return _point_to(renamed[plain], section, known)
+    for name in (f"{section}.{plain}", plain):
+        if name in renamed:
+            return _point_to(renamed[name], section, known)
     elsewhere = [dotted for dotted in known if dotted.rpartition(".")[2] == plain]
     if elsewhere:
         return _point_to(elsewhere[0], section, known)

@@ -75,6 +75,25 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_learns_nothing(
     assert trained.training is not None
 
 
+def test_a_teacher_that_says_nan_is_the_one_that_is_blamed(
+    train: Any, make_recipe: Any, rows: Any, teacher: Any
+) -> None:
+    broken = copy.deepcopy(teacher)
+    broken.get_output_embeddings().weight.data[7] = torch.nan
+    broken.get_input_embeddings().weight = torch.nn.Parameter(teacher.get_input_embeddings().weight.data)
+    with pytest.raises(UserError, match="the teacher's logits are not finite") as told:
+        train(
+            make_recipe({"train.max_steps": 1}),
+            cut_layers(copy.deepcopy(teacher), [0, 2]),
+            live(broken),
+            rows,
+        )
+    assert "train.learning_rate" not in told.value.faults[0].fix
+    filler = torch.zeros(3, 5).index_fill(1, torch.tensor([4]), -torch.inf)
+    assert TeacherTargets.full(filler).is_finite()  # tokens that a teacher does not have
+    assert not TeacherTargets.full(torch.full((3, 5), -torch.inf)).is_finite()
+
+
 def test_a_student_with_an_adapter_comes_closer(
     train: Any, make_recipe: Any, rows: Any, teacher: Any
 ) -> None:

@@ -51,5 +51,22 @@ def test_names_of_other_tools(key: str, target: str) -> None:
     assert suggest(key, "", siblings, KNOWN, RECIPE_NAMES_ELSEWHERE).startswith(f"did you mean '{target}'")
 
 
+@pytest.mark.parametrize(
+    ("key", "target"),
+    [
+        ("alpha", "beta"),
+        ("lmbda", "distil.on_policy.share"),
+        ("kd_temperature", "temperature"),
+        ("divergence", "kind"),
+    ],
+)
+def test_names_of_distillation_elsewhere(key: str, target: str) -> None:
+    siblings = [name.removeprefix("distil.loss.") for name in KNOWN if name.startswith("distil.loss.")]
+    assert suggest(key, "distil.loss", siblings, KNOWN, RECIPE_NAMES_ELSEWHERE).startswith(
+        f"did you mean '{target}'"
+    )
+    assert suggest("alpha", "", [], KNOWN, RECIPE_NAMES_ELSEWHERE).startswith("did you mean 'adapter.alpha'")
+
+
 def test_a_target_that_the_schema_lacks_is_not_suggested() -> None:
     assert suggest("alias", "", ["a", "b"], ["a", "b"], {"alias": "gone.key"}) == "keys known here: a, b"

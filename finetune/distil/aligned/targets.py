@@ -66,6 +66,10 @@ class AlignedTargets:
     def __len__(self) -> int:
         return len(self.student_ids)
 
+    def is_finite(self) -> bool:
+        """Whether the teacher has a distribution at every one of its targets."""
+        return self.teacher.is_finite()
+
     def to(self, device: torch.device | str) -> AlignedTargets:
         """The same on another device."""
         return AlignedTargets(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,12 +29,13 @@ from finetune.distil.cache.layout import (
     shard_size,
 )
 from finetune.distil.cache.measure import coverage_sums, merge_sums, reconstruction_sums, summarise
-from finetune.distil.head import live_targets
+from finetune.distil.head import live_targets, teacher_not_finite
 from finetune.errors import UserError
 from finetune.paths import disk_faults, write_atomic
 
 Say = Callable[[str], None]
 _LOCK = ".lock"
+_SHARD = "shard-"
 _TOKENS_PER_BATCH = 4096
 _CHUNK_LOGITS = 1 << 22
 _ROWS_SHOWN = 5
@@ -188,6 +189,7 @@ def cache_teacher(
                 progress(done[first].targets)
                 continue
             top, sums = saying.top_k(rows[first:last], coding, sample_every)
+            _refuse_not_finite(top, rows[first:last])
             entry = _write_shard(folder, number, (first, last), top, coding, sums)
             done[first] = entry
             manifest = _measured(replace(manifest, shards=tuple(done[at] for at in sorted(done))))
@@ -196,6 +198,16 @@ def cache_teacher(
             _require_coverage(manifest, least_coverage, folder)
         _require_coverage(manifest, least_coverage, folder)
         return manifest
+
+
+def _refuse_not_finite(top: TopK, rows: Sequence[TokenisedRow]) -> None:
+    """Raise UserError, naming the row, for a target whose probabilities are no numbers."""
+    broken = ~(top.gaps.isfinite().all(dim=1) & top.logsumexp.isfinite().all(dim=1))
+    if not broken.any():
+        return
+    owners = torch.repeat_interleave(torch.tensor([row.n_targets for row in rows]))
+    row = rows[int(owners[broken][0])]
+    raise teacher_not_finite(f"row {row.row_id}", "; finished shards are kept")
 
 
 def shard_rows(rows: Sequence[TokenisedRow], shard_targets: int) -> Iterator[tuple[int, int]]:
@@ -225,6 +237,10 @@ def _begin(
 ) -> CacheManifest:
     """The manifest to go on from: an empty one, or that of the folder with the shards that are whole."""
     fresh = CacheManifest(identity, coding, len(rows), sum(row.n_targets for row in rows), ())
+    for name in (_SHARD, MANIFEST):
+        for left in folder.glob(f".{name}*"):  # of processes that were killed while they wrote
+            with suppress(OSError):
+                left.unlink()
     if not (folder / MANIFEST).is_file():
         fresh.write(folder)
         return fresh
@@ -251,7 +267,7 @@ def _told(coding: Coding) -> str:
 
 
 def _shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
+    return f"{_SHARD}{number:05d}.safetensors"
 
 
 def _write_shard(
@@ -293,8 +309,17 @@ def _require_coverage(manifest: CacheManifest, least: float | None, folder: Path
 
 @contextmanager
 def _only_process(folder: Path, say: Say) -> Iterator[None]:
-    """Hold the folder's lock, after whoever holds it now; a process that dies lets go of it."""
-    with (folder / _LOCK).open("w") as stream:
+    """Hold the folder's lock, after whoever holds it now; a process that dies lets go of it. A finished cache that may not be
+    written to is only read, and needs none."""
+    try:
+        with disk_faults(folder / _LOCK):
+            stream = (folder / _LOCK).open("w")
+    except UserError:
+        if not ((folder / MANIFEST).is_file() and read_manifest(folder).complete):
+            raise
+        yield  # a finished cache on a disk that is only read: nothing will be written
+        return
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

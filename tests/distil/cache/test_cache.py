@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
 import os
 import signal
@@ -204,6 +206,71 @@ def test_a_killed_process_loses_one_shard(fill: Any, tmp_path: Path) -> None:
     resumed, asked = fill()
     assert asked == n_shards - 2
     assert [shard.sha256 for shard in resumed.shards] == [shard.sha256 for shard in whole.shards]
+
+
+def test_a_teacher_that_says_nan_is_refused_by_row_and_finished_shards_stay(
+    fill: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    class Breaking(ModelSaying):
+        def top_k(self, rows: Any, coding: Any, sample_every: int) -> Any:
+            top, sums = super().top_k(rows, coding, sample_every)
+            if any(row.row_id == "row-5" for row in rows):
+                spans = [row.n_targets for row in rows]
+                top.gaps[sum(spans[: [row.row_id for row in rows].index("row-5")]), 3] = torch.nan
+            return top, sums
+
+    rows = make_rows()
+    with pytest.raises(UserError, match="the teacher's logits are not finite") as told:
+        cache_teacher(
+            Breaking(tiny_model),
+            rows,
+            tmp_path / "cache",
+            identity=identity_of(rows),
+            coding=CODING,
+            shard_targets=6,
+        )
+    assert (
+        told.value.faults[0].where == "row row-5" and "distil.teacher.dtype: fp32" in told.value.faults[0].fix
+    )
+    kept = len(read_manifest(tmp_path / "cache").shards)
+    assert kept > 0
+    manifest, asked = fill()
+    assert manifest.complete and asked == len(manifest.shards) - kept
+
+    broken = copy.deepcopy(tiny_model)
+    broken.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match="the teacher's logits are not finite"):
+        cache_teacher(
+            ModelSaying(broken), rows, tmp_path / "other", identity=identity_of(rows), coding=CODING
+        )
+
+
+def test_what_a_process_left_that_was_killed_while_it_wrote_goes_away(fill: Any, tmp_path: Path) -> None:
+    fill(stops_at=2)
+    left = [tmp_path / "cache" / name for name in (".shard-00002.safetensors.a1b2", ".manifest.json.c3d4")]
+    for path in left:
+        path.write_bytes(b"half")
+    assert fill()[0].complete
+    assert not any(path.exists() for path in left)
+
+
+def test_a_cache_that_may_not_be_written_to_is_read_when_it_is_whole(
+    fill: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill("begun", stops_at=2)
+    whole, _ = fill()
+    opened = Path.open
+
+    def read_only(self: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(self, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    again, asked = fill()
+    assert again == whole and asked == 0
+    with pytest.raises(UserError, match=r"cannot write .*: Read-only file system"):
+        fill("begun")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
