@@ -71,10 +71,15 @@ def usual_rate(method: str, kind: str, n_parameters: int) -> UsualRate:
     )
 
 
+def ranges_are_known(optimizer: str) -> bool:
+    """Whether the usual ranges hold for `train.optimizer`: those of Adam's kin do not for SGD or Adafactor."""
+    return any(like in optimizer for like in _ADAM_LIKE)
+
+
 def check_rate(recipe: Recipe, n_parameters: int) -> Finding:
     """A rate outside of the usual range is told, with the range; it may be right all the same."""
     name, train = "learning rate", recipe.train
-    if not any(like in train.optimizer for like in _ADAM_LIKE):
+    if not ranges_are_known(train.optimizer):
         return skipped(name, f"ranges are known for Adam's kin, not for {train.optimizer}")
     usual = usual_rate(train.method, recipe.adapter.kind, n_parameters)
     what = f"{train.method} of {'all weights' if recipe.adapter.kind == 'none' else recipe.adapter.kind}"

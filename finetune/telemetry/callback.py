@@ -85,7 +85,8 @@ class TelemetryCallback(TrainerCallback):
 
     `tally` is filled by the trainer and reset here. `peak_flops` (operations a second) turns work into MFU. Weight
     norm and update ratio are taken over the trainable parameters (see `UpdateWatch`). `n_examples` are those of one pass
-    over the data, packs counted as one. Every event is also handed to `on_step`, for trackers and for a person.
+    over the data, packs counted as one. `setting` is what the start event says of the run, for its diagnosis. Every event
+    is also handed to `on_step`, for trackers and for a person.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class TelemetryCallback(TrainerCallback):
         progress: Progress,
         *,
         n_examples: int = 0,
+        setting: Mapping[str, str | int | None] | None = None,
         on_step: Callable[[dict[str, Any]], None] = lambda step: None,
     ) -> None:
         self.log, self.tally, self.work, self.peak_flops, self.progress = (
@@ -111,6 +113,7 @@ class TelemetryCallback(TrainerCallback):
         self._moved = Movement()
         self._losses: deque[float] = deque(maxlen=_LOSSES_SHOWN)
         self.n_examples, self.on_step = n_examples, on_step
+        self.setting = dict(setting or {})
         self._step_start = time.perf_counter()
 
     def on_train_begin(
@@ -125,6 +128,7 @@ class TelemetryCallback(TrainerCallback):
             examples=self.n_examples,
             peak_flops=self.peak_flops,
             max_grad_norm=args.max_grad_norm,
+            **({"setting": self.setting} if self.setting else {}),
         )
         self._step_start = time.perf_counter()
 

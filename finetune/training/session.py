@@ -209,6 +209,12 @@ class Session:
             measure_peak_flops(compute, trainer.args.device) * trainer.args.world_size,
             Progress("train", trainer.args.max_steps, "steps"),
             n_examples=len(trainer.train_dataset),
+            setting={
+                "method": self.recipe.train.method,
+                "adapter": self.recipe.adapter.kind,
+                "optimizer": self.recipe.train.optimizer,
+                "parameters": None if self.source is None else self.source.n_parameters,
+            },
             on_step=trainer.track,
         )
 

@@ -24,6 +24,7 @@ class Curve:
     """Arrays of shape [N], `validation_*` [V]. `rows` are the ids each step trained on, `worst_row` the one of them
     with the highest loss; empty where unknown.
 
+    `setting` is what the newest start event says of the run: `method`, `adapter`, `optimizer`, `parameters`; empty in old runs.
     `is_overflow` marks steps whose loss or gradient was not finite, `has_loss_scale` runs whose gradients are scaled (fp16).
     """
 
@@ -42,6 +43,7 @@ class Curve:
     validation_step: NDArray[np.int64]
     validation_loss: FloatArray
     total_steps: int | None
+    setting: Event
     stopped: Event | None
 
     @property
@@ -81,7 +83,8 @@ def read_curve(events: Sequence[Event]) -> Curve:
     validations = _by_step(events, "validation")
     starts = [event for event in events if event.get("event") == "start"]
     stops = [event for event in events if event.get("event") == "stop"]
-    total = starts[-1].get("total_steps") if starts else None
+    start = starts[-1] if starts else {}
+    total, setting = start.get("total_steps"), start.get("setting")
 
     def column(name: str, source: Sequence[Event] = steps) -> FloatArray:
         return np.asarray([_number(event.get(name)) for event in source], dtype=np.float64)
@@ -105,6 +108,7 @@ def read_curve(events: Sequence[Event]) -> Curve:
         validation_step=np.asarray([event["step"] for event in validations], dtype=np.int64),
         validation_loss=column("loss", validations),
         total_steps=total if isinstance(total, int) else None,
+        setting=setting if isinstance(setting, dict) else {},
         stopped=stops[-1] if stops else None,
     )
 

@@ -31,7 +31,9 @@ _READINGS: tuple[Callable[[Curve], Diagnosis | None], ...] = (
     find_plateau,
     find_epoch_steps,
 )
-_LATE: frozenset[Shape] = frozenset({"data_too_hard", "data_too_easy", "regular_steps"})
+_LATE: frozenset[Shape] = frozenset({"data_too_hard", "data_too_easy", "regular_steps", "throughput_leak"})
+# Notes that name the run all the same: a shape to know, with nothing to do.
+_NAMING: frozenset[Shape] = frozenset({"plateau_then_fall", "spike"})
 # A shape -> what it explains: those are not said beside it.
 _EXPLAINS: dict[Shape, frozenset[Shape]] = {
     "fp16_overflow": frozenset(
@@ -71,7 +73,7 @@ def diagnose(events: Sequence[dict[str, Any]]) -> list[Diagnosis]:
         )
     ]
     found.sort(key=lambda one: rank[one.shape])
-    if not any(one.is_alarm or one.shape == "plateau_then_fall" for one in found):
+    if not any(one.is_alarm or one.shape in _NAMING for one in found):
         found.insert(0, _healthy(curve))
     return found
 
@@ -91,7 +93,7 @@ def diagnose_run(folder: Path) -> list[Diagnosis]:
 def new_findings(events: Sequence[dict[str, Any]], known: Collection[str]) -> list[Diagnosis]:
     """Alarms of a run that still goes on and whose shapes are not among `known`: for telling each once.
 
-    What a plateau may look like, or a first block of the data, is left for the second half of the run.
+    What a plateau may look like, a first block of the data, or an hour of another job, is left for the second half of the run.
     """
     curve = read_curve(events)
     is_late = curve.total_steps is None or curve.n >= 0.5 * curve.total_steps

@@ -30,7 +30,7 @@ TITLES: dict[Shape, str] = {
     "healthy": "healthy",
     "plateau_then_fall": "a plateau, then a fall",
     "epoch_steps": "steps at epoch boundaries",
-    "spike": "a spike that recovers",
+    "spike": "a spike",
     "recurring_spikes": "spikes that come back with the same rows",
     "divergence": "divergence",
     "overfitting": "overfitting",

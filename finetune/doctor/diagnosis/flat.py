@@ -6,6 +6,7 @@ import numpy as np
 
 from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, trend
 from finetune.doctor.diagnosis.finding import Diagnosis
+from finetune.doctor.rates import UsualRate, ranges_are_known, usual_rate
 
 _NO_GRADIENT = 1e-9
 _NO_MOVEMENT = 1e-12
@@ -16,6 +17,7 @@ _SIGNIFICANT = 3.0
 _NEAR_ZERO = 0.05  # nats a target: the right token has 95 % of the probability
 _HARD_FROM = 1.0  # nats a target: on average one of e tokens is guessed
 _LEAST_STEPS = 30
+_RAISE = 10.0  # times a rate that is too low
 
 
 def find_no_signal(curve: Curve) -> Diagnosis | None:
@@ -69,7 +71,7 @@ def find_flat(curve: Curve) -> Diagnosis | None:
             "warning",
             f"the loss hardly leaves {level:.3g} and all updates together come to {path:.2g} of the weights' norm, though a gradient of "
             f"norm {_shown(curve.grad_norm):.2g} arrives",
-            "raise train.learning_rate 10 times and look again; usual are 1e-4 to 5e-4 for LoRA, 1e-5 to 5e-5 for whole models",
+            _higher_rate(curve),
             evidence,
         )
     if level >= _HARD_FROM:
@@ -90,6 +92,40 @@ def find_flat(curve: Curve) -> Diagnosis | None:
         "that no training removes",
         evidence,
     )
+
+
+def _higher_rate(curve: Curve) -> str:
+    """What to set the rate to: ten times what it was, within what is usual for this training where that is known."""
+    known = curve.rate[np.isfinite(curve.rate)]
+    peak = float(known.max()) if len(known) else 0.0
+    usual = _usual(curve)
+    if usual is None:
+        return (
+            "raise train.learning_rate 10 times and look again; finetune doctor says what is usual for the recipe's method, "
+            "adapter and model"
+        )
+    if peak >= usual.high:
+        return (
+            f"train.learning_rate is {peak:.3g} and the usual range ends at {usual.high:g} ({usual.source}): train for more steps, and "
+            "check what is trained (adapter.rank, adapter.alpha, adapter.targets), before you raise it further"
+        )
+    target = min(max(_RAISE * peak, usual.low), usual.high)
+    return (
+        f"raise train.learning_rate from {peak:.3g} to {target:.3g} and look again; usual here are {usual.low:g} to {usual.high:g} "
+        f"({usual.source})"
+    )
+
+
+def _usual(curve: Curve) -> UsualRate | None:
+    """The usual range for what the run says of itself at its start; None where it does not, or its optimizer has none."""
+    method, adapter, optimizer, parameters = (
+        curve.setting.get(name) for name in ("method", "adapter", "optimizer", "parameters")
+    )
+    if not (isinstance(method, str) and isinstance(adapter, str) and isinstance(optimizer, str)):
+        return None
+    if not isinstance(parameters, int) or not ranges_are_known(optimizer):
+        return None
+    return usual_rate(method, adapter, parameters)
 
 
 def find_near_zero(curve: Curve) -> Diagnosis | None:

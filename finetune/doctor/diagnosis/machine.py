@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
 import numpy as np
 
-from finetune.doctor.diagnosis.curve import Curve, FloatArray
+from finetune.doctor.diagnosis.curve import Curve, FloatArray, spread
 from finetune.doctor.diagnosis.finding import Diagnosis
 
 _SEARCH_STEPS = 7  # of a loss scale that starts at 65,536 and is halved: normal
 _MOST_IN_A_ROW = 5
 _MOST_SHARE = 0.08
 _LEAST_STEPS = 40
-_BINS = 8
-_LEAST_DECLINE = 0.15
-_LEAST_TAU = 0.7
+_BLOCK_STEPS, _FEWEST_BLOCKS, _MOST_BLOCKS = 5, 8, 16
+_LEAST_DECLINE = 0.15  # of the speed, from the first to the last block
+_LEAST_DECLINE_BY_INTERVAL = 0.05
+_NORMAL_99 = 2.576
 _MOST_IN_ONE_STEP = 0.6
+_TYPICAL_DEPARTURE, _LARGEST_DEPARTURE = 0.1, 0.35  # from the straight line, of the whole growth
+_TYPICAL_ERRORS, _LARGEST_ERRORS = 1.0, 3.0  # or this many standard errors of a block's median
+_ERROR_OF_MEDIAN = 1.2533  # standard errors of the mean of as many normal values
 _LEAST_SHARE_OF_A_HALF = (
     0.2  # of the growth of a step's time: what grows with every step grows in both halves
 )
@@ -49,38 +57,110 @@ def find_overflow(curve: Curve) -> Diagnosis | None:
 
 
 def find_leak(curve: Curve) -> Diagnosis | None:
-    """Tokens a second that fall slowly and steadily over the whole run: not one slow stretch, which another job explains."""
+    """Tokens a second that fall steadily over the whole run.
+
+    A `warning` where the time of a token grows along a straight line, as work does that every step adds to: by a robust slope
+    whose 99 % interval excludes a level speed, in both halves of the run, and with small departures from the line. Where the
+    slope is as clear and the rest is not, another job on the machine explains it as well, and it is a `note`.
+    """
     speed = curve.speed[3:]
     speed = speed[np.isfinite(speed) & (speed > 0)]
     if len(speed) < _LEAST_STEPS:
         return None
-    medians = np.asarray([np.median(part) for part in np.array_split(speed, _BINS)])
-    decline = 1.0 - float(medians[-2:].mean() / medians[:2].mean())
-    signs = [np.sign(later - earlier) for i, earlier in enumerate(medians) for later in medians[i + 1 :]]
-    tau = float(np.mean(signs))
-    if decline < _LEAST_DECLINE or tau > -_LEAST_TAU or not _grows_throughout(medians):
+    n_blocks = min(max(len(speed) // _BLOCK_STEPS, _FEWEST_BLOCKS), _MOST_BLOCKS)
+    blocks = np.array_split(1.0 / speed, n_blocks)
+    times = np.asarray([np.median(block) for block in blocks])
+    line = fit_line(times)
+    if line.first <= 0 or line.decline < _LEAST_DECLINE or line.least_decline < _LEAST_DECLINE_BY_INTERVAL:
         return None
+    before, after = 1.0 / line.first, 1.0 / line.last
+    is_leak = line.is_straight(_error_of_medians(blocks)) and _grows_throughout(times)
+    growing = "kept losses or outputs with their graph, logs that are read again, caches, memory near its limit (memory_bytes)"
     return Diagnosis(
         "throughput_leak",
-        "warning",
-        f"speed falls steadily from {medians[0]:,.0f} to {medians[-1]:,.0f} tokens/s ({decline:.0%})",
-        "look for what grows with every step: kept losses or outputs with their graph, logs that are read again, caches, memory "
-        "near its limit (memory_bytes), a device that throttles from heat",
+        "warning" if is_leak else "note",
+        f"speed falls from about {before:,.0f} to {after:,.0f} tokens/s ({line.decline:.0%}), "
+        + (
+            "along a straight line over the whole run"
+            if is_leak
+            else "but not steadily: other jobs on this machine explain it as well as a leak does"
+        ),
+        f"look for what grows with every step: {growing}, a device that throttles from heat"
+        if is_leak
+        else "two causes cannot be told apart here: another job on the machine (look at its load, or train again on an idle one), or "
+        f"something that grows with every step: {growing}. If it is there again on an idle machine, it is a leak",
         {
-            "first_tokens_per_second": round(float(medians[0]), 1),
-            "last_tokens_per_second": round(float(medians[-1]), 1),
-        }
-        | {"decline": round(decline, 3)},
+            "first_tokens_per_second": round(before, 1),
+            "last_tokens_per_second": round(after, 1),
+            "decline": round(line.decline, 3),
+            "decline_at_least": round(line.least_decline, 3),
+            "largest_departure_of_growth": round(line.largest_departure, 3),
+        },
     )
 
 
-def _grows_throughout(speeds: FloatArray) -> bool:
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A straight line through the times of a token of B blocks: what it is at the `first` and `last` block, the share of the
+    speed that is lost between them with the low end of its interval, and departures from the line as shares of its rise."""
+
+    first: float
+    last: float
+    decline: float
+    least_decline: float
+    typical_departure: float
+    largest_departure: float
+
+    def is_straight(self, error: float) -> bool:
+        """Whether departures are small beside the rise, or no larger than the standard `error` of a block explains."""
+        errors = error / max(abs(self.last - self.first), 1e-300)
+        return self.typical_departure <= max(
+            _TYPICAL_DEPARTURE, _TYPICAL_ERRORS * errors
+        ) and self.largest_departure <= max(_LARGEST_DEPARTURE, _LARGEST_ERRORS * errors)
+
+
+def _error_of_medians(blocks: Sequence[FloatArray]) -> float:
+    """The standard error of a block's median by the noise within blocks, which a trend or another job hardly touches."""
+    within = spread(np.concatenate([block - np.median(block) for block in blocks]))
+    return float(_ERROR_OF_MEDIAN * within / np.sqrt(np.mean([len(block) for block in blocks])))
+
+
+def fit_line(times: FloatArray) -> Line:
+    """The slope of Theil and Sen, the median of those between all pairs of blocks, with Sen's interval of 99 % from ranks.
+
+    P. K. Sen 1968, Journal of the American Statistical Association 63:1379-1389. It takes a block's noise to be its own;
+    jobs that come and go make that of neighbours alike, hence the demands on straightness beside it.
+    """
+    n = len(times)
+    slopes = np.sort([(times[j] - times[i]) / (j - i) for i, j in combinations(range(n), 2)])
+    slope = float(np.median(slopes))
+    first = float(np.median(times - slope * np.arange(n)))
+    spread_of_ranks = _NORMAL_99 * np.sqrt(n * (n - 1) * (2 * n + 5) / 18.0)
+    lowest = float(slopes[max(int((len(slopes) - spread_of_ranks) / 2.0), 0)])
+    rise = slope * (n - 1)
+    departures = np.abs(times - first - slope * np.arange(n)) / max(abs(rise), 1e-300)
+    return Line(
+        first,
+        first + rise,
+        _decline(first, rise),
+        _decline(first, lowest * (n - 1)),
+        float(np.median(departures)),
+        float(departures.max()),
+    )
+
+
+def _decline(first: float, rise: float) -> float:
+    """The share of the speed that is lost when the time of a token rises from `first`."""
+    return rise / (first + rise) if first > 0 and first + rise > 0 else 0.0
+
+
+def _grows_throughout(times: FloatArray) -> bool:
     """Whether the time of a token grows in both halves of the run, and no single step of it makes most of the growth:
     otherwise it is one event, such as another job that began, and not a leak."""
-    times = 1.0 / speeds
     growth = float(times[-1] - times[0])
+    middle_block = len(times) // 2
     first, middle, last = (
-        float(part.mean()) for part in (times[:2], times[_BINS // 2 - 1 : _BINS // 2 + 1], times[-2:])
+        float(part.mean()) for part in (times[:2], times[middle_block - 1 : middle_block + 1], times[-2:])
     )
     if growth <= 0 or last <= first:
         return False

@@ -13,28 +13,68 @@ from finetune.doctor.diagnosis.finding import Diagnosis
 from finetune.telemetry.divergence import STEPS as SUSTAINED_STEPS
 from finetune.telemetry.divergence import first_divergence
 
-_STRONG = 6.0  # standard deviations above the curve
+_STRONG = 6.0  # standard deviations above the curve, and more in long runs and in those with a heavy tail: strong_limit
+_CHANCE = 0.01  # that the noise of a whole run makes one strong spike or more
+_TAIL = 0.1  # of all steps: those whose heights tell how heavy the tail of the noise is
 _WEAK = 2.0  # enough where the worst row is one that was so before
 _SLIGHT = 1.0  # enough where, besides, that row lies very far from all others
 _FAR, _VERY_FAR = 4.0, 8.0  # standard deviations of a step's worst row above those of the steps around it
 _LEAST_SHARE_OF_LEVEL = 0.3
 _LEAST_SHARE_OF_START = 0.12
+_TALL_SHARE_OF_START = 0.5
 _HUGE_UPDATE = 0.1  # of the weights' norm in one step: nothing that was learned survives ten of them
 _JUMP_OF_UPDATES = 5.0
+_ONE_EVENT = 3  # steps apart at most: spikes of one event
+_RECOVERS_WITHIN = 5  # steps
+_LEAST_AFTER = 3  # of them must be seen to say whether it came back
+_STILL_THERE = 1 / 3  # of the spike's height
 
 
 @dataclass(frozen=True)
 class Heights:
-    """Of every step [N]: the curve without spikes, how far the loss lies above it, and that in standard deviations."""
+    """Of every step [N]: the curve without spikes, how far the loss lies above it, that in standard deviations, the curve just
+    before the step, and the standard deviation."""
 
     level: FloatArray
     above: FloatArray
     sigmas: FloatArray
+    before: FloatArray
+    noise: FloatArray
 
-    def are_spikes(self, sigmas: float, share_of_start: float) -> NDArray[np.bool_]:
-        start = float(np.median(self.level[:5]))
-        high = self.above > np.maximum(_LEAST_SHARE_OF_LEVEL * self.level, share_of_start * start)
-        return np.asarray((self.sigmas > sigmas) & high)
+    def are_spikes(self) -> NDArray[np.bool_]:
+        """Steps [N] that are strong spikes."""
+        is_strong = self.are_strong(self.above, self.sigmas)
+        return np.asarray(is_strong & (self.above > self.least_height(self.level)))
+
+    def are_strong(self, rises: FloatArray, sigmas: FloatArray) -> NDArray[np.bool_]:
+        """Rises [N] beyond the noise of the whole run; six standard deviations are enough for one of half the first loss."""
+        is_tall = rises > _TALL_SHARE_OF_START * self.start
+        return np.asarray((sigmas > strong_limit(self.sigmas)) | (is_tall & (sigmas > _STRONG)))
+
+    @property
+    def start(self) -> float:
+        """The loss at the beginning."""
+        return float(np.median(self.level[:5]))
+
+    def least_height(self, level: FloatArray) -> FloatArray:
+        """How far above `level` [N] a spike must reach, whatever the noise, nats [N]."""
+        return np.asarray(np.maximum(_LEAST_SHARE_OF_LEVEL * level, _LEAST_SHARE_OF_START * self.start))
+
+
+def strong_limit(sigmas: FloatArray) -> float:
+    """Standard deviations that the noise of a healthy run of N steps passes anywhere with a chance of one in a hundred.
+
+    All N steps are looked at, so the limit grows with N; losses have heavier tails than a normal distribution, so it is taken
+    from the run's own: heights above their 90 % quantile are taken as exponential (peaks over a threshold; the tail of
+    Pickands 1975, Annals of Statistics 3:119-131, with shape 0), with a scale from their median, which spikes among
+    them hardly move. At least six.
+    """
+    threshold = float(np.quantile(sigmas, 1.0 - _TAIL))
+    over = sigmas[sigmas > threshold] - threshold
+    if not len(over):
+        return _STRONG
+    scale = float(np.median(over) / np.log(2.0))
+    return max(_STRONG, threshold + scale * float(np.log(_TAIL * len(sigmas) / _CHANCE)))
 
 
 def heights(curve: Curve) -> Heights:
@@ -45,14 +85,13 @@ def heights(curve: Curve) -> Heights:
     loss = curve.clean
     half = min(max(curve.n // 40, 2), 12)
     medians = np.pad(running_median(loss, 2 * half + 1), half + 1, mode="edge")
-    level = np.maximum(
-        medians[: curve.n], medians[2 * half + 2 :]
-    )  # around the steps half + 1 before and after
+    before = medians[: curve.n]
+    level = np.maximum(before, medians[2 * half + 2 :])  # around the steps half + 1 before and after
     above = loss - level
     overall = max(0.5 * spread(above), noise_of(loss))
     near = running_median(np.abs(above - np.median(above)), 16 * half + 1) * 1.4826
     noise = np.maximum(np.maximum(near, overall), 0.01 * np.abs(level) + 1e-4)
-    return Heights(level, above, above / noise)
+    return Heights(level, above, above / noise, before, noise)
 
 
 def find_recurring(curve: Curve) -> Diagnosis | None:
@@ -60,12 +99,11 @@ def find_recurring(curve: Curve) -> Diagnosis | None:
     if curve.n < 20 or not any(curve.worst_row):
         return None
     found = heights(curve)
-    start = float(np.median(found.level[:5]))
     rows_above = _departures(curve.worst_row_loss)
     high = ((found.sigmas > _WEAK) & (rows_above > _FAR)) | (
         (found.sigmas > _SLIGHT) & (rows_above > _VERY_FAR)
     )
-    high &= found.above > np.maximum(0.1 * found.level, 0.04 * start)
+    high &= found.above > np.maximum(0.1 * found.level, 0.04 * found.start)
     high[: curve.spans(0.06, 5)] = False  # the steep beginning hides spikes
     hits: dict[str, list[int]] = defaultdict(list)
     for place in np.flatnonzero(high):
@@ -101,33 +139,94 @@ def _departures(losses: FloatArray) -> FloatArray:
 
 
 def find_spike(curve: Curve) -> Diagnosis | None:
-    """Strong spikes after which the loss is back on its curve within a few steps."""
+    """Strong spikes. One after which the loss is back on its curve within a few steps is a `note`; two and more, or one whose
+    loss takes longer, are a `warning`."""
     if curve.n < 20:
         return None
     found = heights(curve)
     early = curve.spans(0.05, 4)
-    places = [
-        index for index in np.flatnonzero(found.are_spikes(_STRONG, _LEAST_SHARE_OF_START)) if index >= early
-    ]
+    high = found.are_spikes()
+    high[:early] = False
+    lasting = _lasting(curve, found, early)
+    places = sorted({*np.flatnonzero(high).tolist(), *lasting})
     if not places:
         return None
-    steps = tuple(int(curve.step[index]) for index in places)
-    top = max(places, key=lambda index: found.above[index])
-    where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
+    events = _events(places)
+    is_unseen = curve.n - 1 - events[-1][-1] < _LEAST_AFTER
+    is_alarm = len(events) > 1 or bool(lasting)
+    steps = tuple(int(curve.step[place]) for place in places)
+    top = max(places, key=lambda place: found.above[place])
+    level = found.before[top] if top in lasting else found.level[top]
     return Diagnosis(
         "spike",
-        "warning",
-        f"at {where} the loss jumps, at most to {curve.clean[top]:.3g} where the curve is at {found.level[top]:.3g}, and comes back",
-        "nothing has to be done for one spike; the worst row of each is named; all rows of a step are in events.jsonl. If spikes come back: read those "
-        "rows, lower train.max_grad_norm, or lower the rate",
+        "warning" if is_alarm else "note",
+        f"at {f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps'} the loss jumps, at most to {curve.clean[top]:.3g} "
+        f"where the curve is at {level:.3g}, and {_what_follows(curve, found, lasting, is_unseen)}",
+        "read the worst row of each step; all rows of a step are in events.jsonl. Lower train.max_grad_norm or the rate; if the loss "
+        "does not come down again, go back to a checkpoint from before"
+        if is_alarm
+        else "nothing has to be done for one spike; its worst row is named, and all rows of the step are in events.jsonl",
         {
             "highest_loss": round(float(curve.clean[top]), 4),
-            "curve_there": round(float(found.level[top]), 4),
-            "standard_deviations": round(float(found.sigmas[top]), 1),
+            "curve_there": round(float(level), 4),
+            "standard_deviations": round(float((curve.clean[top] - level) / found.noise[top]), 1),
+            "limit_standard_deviations": round(strong_limit(found.sigmas), 1),
+            "spikes": len(events),
         },
         steps,
         tuple(dict.fromkeys(row for place in places if (row := curve.worst_row[place]))),
     )
+
+
+def _events(places: list[int]) -> list[list[int]]:
+    """Places in order, those close together in one list."""
+    events: list[list[int]] = []
+    for place in places:
+        if events and place - events[-1][-1] <= _ONE_EVENT:
+            events[-1].append(place)
+        else:
+            events.append([place])
+    return events
+
+
+def _lasting(curve: Curve, found: Heights, early: int) -> list[int]:
+    """Steps where the loss jumps as a spike does and is still up for the steps after it: first places, one a stretch.
+
+    Against the curve before alone, which a fall does not pass.
+    """
+    loss = curve.clean
+    rise = loss - found.before
+    high = found.are_strong(rise, rise / found.noise) & (rise > found.least_height(found.before))
+    places: list[int] = []
+    until = early
+    for place in np.flatnonzero(high).tolist():
+        after = loss[place + 1 : place + 1 + _RECOVERS_WITHIN]
+        if place < until or len(after) < _RECOVERS_WITHIN:
+            continue
+        up = found.before[place] + _STILL_THERE * rise[place]
+        if float(np.median(after)) > up:
+            places.append(place)
+            until = _back_at(loss, place, up)
+    return places
+
+
+def _back_at(loss: FloatArray, place: int, limit: float) -> int:
+    """The first step after `place` from which three losses have a median of `limit` and less; the end, if there is none."""
+    level = running_median(loss[place + 1 :], 3)
+    back = np.flatnonzero(level <= limit)
+    return place + 1 + int(back[0]) if len(back) else len(loss)
+
+
+def _what_follows(curve: Curve, found: Heights, lasting: list[int], is_unseen: bool) -> str:
+    """Whether the loss came back, in words."""
+    if not lasting:
+        return "the run ends before it is seen whether it comes back" if is_unseen else "comes back"
+    place, loss = lasting[0], curve.clean
+    limit = found.before[place] + _STILL_THERE * (loss[place] - found.before[place])
+    back = _back_at(loss, place, float(limit))
+    if back == curve.n:
+        return f"has not come back since step {curve.step[place]}"
+    return f"comes back only after {back - place} steps"
 
 
 def find_divergence(curve: Curve) -> Diagnosis | None:

@@ -8,10 +8,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finetune.doctor.diagnosis import diagnose, new_findings
 from finetune.doctor.diagnosis.finding import PRECEDENCE, TITLES
+from finetune.doctor.diagnosis.spikes import strong_limit
+from finetune.doctor.rates import usual_rate
 
 Events = list[dict[str, Any]]
 Make = Callable[..., Events]
@@ -50,6 +53,7 @@ def test_a_single_spike_names_its_step_and_its_worst_row(make_events: Make) -> N
     )
     (spike,) = diagnose(events)
     assert spike.shape == "spike" and spike.steps == (70,) and spike.rows == ("row-70",)
+    assert spike.severity == "note" and "nothing has to be done" in spike.remedy
 
 
 def test_spikes_of_the_same_row_name_it_and_no_other(make_events: Make) -> None:
@@ -72,7 +76,49 @@ def test_spikes_of_different_rows_do_not_recur(make_events: Make) -> None:
         worst_row=lambda step: f"row-{step}",
         worst_row_loss=lambda step: 9.0 if step in bad else 3.0,
     )
-    assert first_shape(events) == "spike"
+    spike = diagnose(events)[0]
+    assert spike.shape == "spike" and spike.severity == "warning" and set(spike.steps) == bad
+    assert spike.rows == ("row-22", "row-55", "row-88")
+
+
+def test_high_losses_side_by_side_are_one_spike(make_events: Make) -> None:
+    spike = diagnose(make_events(lambda step: 5.0 if step in (70, 72) else falling(step)))[0]
+    assert spike.shape == "spike" and spike.severity == "note" and spike.evidence["spikes"] == 1
+
+
+def test_a_jump_that_takes_long_to_come_back_is_a_warning(make_events: Make) -> None:
+    events = make_events(lambda step: falling(step) + (1.2 if 60 <= step < 75 else 0.0))
+    spike = diagnose(events)[0]
+    assert spike.shape == "spike" and spike.severity == "warning" and spike.steps == (60,)
+    assert "only after 15 steps" in spike.why
+
+
+def test_a_spike_at_the_very_end_is_not_said_to_come_back(make_events: Make) -> None:
+    spike = diagnose(make_events(lambda step: 5.0 if step == 119 else falling(step)))[0]
+    assert spike.shape == "spike" and "before it is seen" in spike.why
+
+
+class TestLimitOfSpikes:
+    """All steps are looked at: the limit grows with their number and with the tail of the noise."""
+
+    @pytest.mark.parametrize("n", [200, 5000])
+    def test_noise_with_a_heavy_tail_passes_it_in_few_runs(self, n: int) -> None:
+        draw = np.random.default_rng(1)
+        runs = [draw.laplace(size=n) for _ in range(300)]
+        heights = [run / (1.4826 * np.median(np.abs(run))) for run in runs]
+        passed = sum(bool((one > strong_limit(one)).any()) for one in heights)
+        assert passed / len(runs) < 0.05
+        assert (
+            sum(bool((one > 6.0).any()) for one in heights) > 2 * passed
+        )  # which a fixed limit does not hold
+
+    def test_it_is_never_below_six_and_spikes_hardly_move_it(self) -> None:
+        sigmas = np.random.default_rng(2).normal(size=300)
+        assert 6.0 <= strong_limit(sigmas) < 8.0
+        spiked = sigmas.copy()
+        spiked[[50, 100, 150]] = 80.0
+        assert strong_limit(spiked) < strong_limit(sigmas) + 1.0
+        assert strong_limit(np.zeros(100)) == 6.0
 
 
 @pytest.mark.parametrize("after", [4.0, 2.0])
@@ -202,7 +248,81 @@ class TestOrder:
         assert shapes["epoch_steps"].evidence["steps_down"] == 2
 
 
+class TestRemedyOfALowRate:
+    """The range is that of the method, what is trained, and the model's size."""
+
+    @staticmethod
+    def remedy(make_events: Make, rate: float, **setting: Any) -> str:
+        events = make_events(lambda step: 2.4, update_ratio=5e-6, learning_rate=lambda step: rate)
+        if setting:
+            events[0]["setting"] = {"optimizer": "adamw", "parameters": 135_000_000} | setting
+        (found,) = diagnose(events)
+        assert found.shape == "rate_too_low"
+        return found.remedy
+
+    @pytest.mark.parametrize(
+        ("method", "adapter"),
+        [("sft", "lora"), ("dpo", "lora"), ("sft", "none"), ("dpo", "none"), ("kto", "dora")],
+    )
+    def test_it_names_the_usual_range(self, make_events: Make, method: str, adapter: str) -> None:
+        usual = usual_rate(method, adapter, 135_000_000)
+        rate = 2.0 * usual.low
+        told = self.remedy(make_events, rate, method=method, adapter=adapter)
+        assert f"from {rate:.3g} to {10 * rate:.3g} " in told
+        assert f"usual here are {usual.low:g} to {usual.high:g}" in told and usual.source in told
+
+    def test_it_does_not_leave_the_range(self, make_events: Make) -> None:
+        assert "from 1e-09 to 1e-07 " in self.remedy(make_events, 1e-9, method="dpo", adapter="none")
+        assert "from 2e-05 to 5e-05 " in self.remedy(make_events, 2e-5, method="dpo", adapter="none")
+        told = self.remedy(make_events, 1e-3, method="dpo", adapter="lora")
+        assert "ends at 0.001" in told and "before you raise it" in told
+
+    def test_without_a_known_range_it_names_none(self, make_events: Make) -> None:
+        for told in (
+            self.remedy(make_events, 1e-6),
+            self.remedy(make_events, 1e-6, method="sft", adapter="lora", optimizer="sgd"),
+            self.remedy(make_events, 1e-6, method="sft", adapter="lora", parameters=None),
+        ):
+            assert "10 times" in told and "finetune doctor" in told and "usual here" not in told
+
+
 class TestSpeed:
+    @staticmethod
+    def noisy(seed: int, cost: Callable[[int], float]) -> Callable[[int], float]:
+        draw = random.Random(seed)
+        return lambda step: 1000.0 / (cost(step) * math.exp(0.1 * draw.gauss(0, 1)))
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_leak_in_noise_is_a_warning(self, make_events: Make, seed: int) -> None:
+        events = make_events(falling, n=300, tokens_per_second=self.noisy(seed, lambda step: 1 + step / 300))
+        found = diagnose(events)[0]
+        assert found.shape == "throughput_leak" and found.severity == "warning"
+        assert 0.0 < found.evidence["decline_at_least"] < found.evidence["decline"] < 0.6
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_other_jobs_that_come_and_go_are_no_warning(self, make_events: Make, seed: int) -> None:
+        draw, jobs = random.Random(seed), [False, True, False]
+        costs = []
+        for _ in range(200):
+            jobs = [is_on != (draw.random() < 3 / 200) for is_on in jobs]
+            costs.append(1.0 + 0.5 * sum(jobs))
+        events = make_events(falling, n=200, tokens_per_second=self.noisy(seed, lambda step: costs[step - 1]))
+        assert not any(one.is_alarm for one in diagnose(events))
+
+    def test_a_fall_in_uneven_pieces_is_a_note_with_two_causes(self, make_events: Make) -> None:
+        slower = [1.0, 1.05, 1.1, 1.12, 1.14, 1.6, 1.62, 1.64]
+        events = make_events(
+            falling, tokens_per_second=lambda step: 1000.0 / slower[(step - 1) // 15] * (1 + step % 3 / 100)
+        )
+        shapes = {one.shape: one for one in diagnose(events)}
+        assert diagnose(events)[0].shape == "healthy"
+        note = shapes["throughput_leak"]
+        assert (
+            note.severity == "note"
+            and "another job" in note.remedy
+            and "grows with every step" in note.remedy
+        )
+
     def test_a_slow_leak(self, make_events: Make) -> None:
         events = make_events(falling, tokens_per_second=lambda step: 1000.0 / (1 + step / 120))
         found = diagnose(events)
@@ -249,11 +369,28 @@ def test_while_a_run_goes_on_each_alarm_is_new_once_and_plateaus_wait(make_event
     assert new_findings(flat, {"data_too_hard"}) == []
 
 
+def test_while_a_run_goes_on_one_spike_is_not_told_and_a_second_is(make_events: Make) -> None:
+    def spiked(*steps: int) -> Events:
+        return make_events(lambda step: 5.0 if step in steps else falling(step))
+
+    assert new_findings(spiked(60), ()) == []
+    (told,) = new_findings(spiked(60, 90), ())
+    assert told.shape == "spike" and told.severity == "warning"
+
+
+def test_a_leak_is_told_in_the_second_half_of_the_run(make_events: Make) -> None:
+    leak = make_events(falling, tokens_per_second=lambda step: 1000.0 / (1 + step / 120))
+    leak[0]["total_steps"] = 1000
+    assert new_findings(leak, ()) == []
+    leak[0]["total_steps"] = 200
+    assert [one.shape for one in new_findings(leak, ())] == ["throughput_leak"]
+
+
 def test_a_long_run_is_read_in_bounded_memory_and_its_spike_found(make_events: Make) -> None:
     events = make_events(
         lambda step: 9.0 if step == 30_000 else 0.5 + 2.0 * math.exp(-step / 5000), n=45_000, per_epoch=15_000
     )
-    (spike,) = [one for one in diagnose(events) if one.is_alarm]
+    spike = diagnose(events)[0]
     assert spike.shape == "spike" and spike.steps == (30_000,)
 
 
