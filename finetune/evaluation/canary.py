@@ -64,7 +64,7 @@ def canary_differs(
         raise UserError(
             f"the tuned model answers like its base: largest logit difference {difference:.2g}",
             why=f"an active adapter moves some logit by more than {CANARY_THRESHOLD:g}",
-            fix="check that the adapter belongs to this run and was trained for more than zero steps",
+            fix="train for more steps or at a higher train.learning_rate; of an adapter from elsewhere, check that it was trained",
         )
     return difference
 

@@ -20,6 +20,7 @@ from finetune.recipe.adapter_section import VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
 from finetune.training.branches import row_tokens
 from finetune.training.preflight import check_training
+from finetune.training.turn_weights import row_weights
 
 
 def preflight(recipe: Recipe, source: ModelSource, start: AdapterStart | None = None) -> None:
@@ -60,7 +61,22 @@ def preflight(recipe: Recipe, source: ModelSource, start: AdapterStart | None = 
 
 
 def check_packs(recipe: Recipe, split: Split) -> None:
-    """Raise UserError when a row of `split` is longer than a pack: told before the base is evaluated, not after."""
+    """Raise UserError when a row of `split` is longer than a pack, or none of its answers weighs anything: told before the
+    base is evaluated, not after.
+    """
+    weights = recipe.train.loss.turn_weights
+    if (
+        weights
+        and split.rows
+        and not isinstance(split, PreferenceSplit)
+        and not any(any(row_weights(row, weights)) for row in split.rows)
+    ):
+        raise UserError(
+            "no answer of the training rows weighs anything, so nothing is learnt",
+            where="train.loss.turn_weights",
+            why="the last weight is that of a row's last answer, and these rows have no answer before it",
+            fix="give the last answer a weight, e.g. [0.2, 1]",
+        )
     if not recipe.train.packing or not split.rows:
         return
     if isinstance(split, PreferenceSplit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerState
 
 from finetune.recipe.train_section import TrainSection
 from finetune.training.checkpoints import checkpoint_step, list_checkpoints, save_checkpoint
+from finetune.training.memory_saving import dropout_of_config
 from finetune.training.sharded_states import spread_optimizer_state, whole, whole_weights
 from finetune.training.states import load_state, save_state
 from finetune.training.zero import settle_zero, take_over_step, whole_optimizer_state
@@ -39,6 +40,7 @@ class CheckpointingTrainer(Trainer):
     keep_also: set[int]
     product_dtype = torch.float32  # the recipe's
     parameter_groups: list[list[nn.Parameter]]  # of the optimizer as it was built
+    own_dropout: Mapping[str, float]  # what the model's configuration said before training
     recent_steps_kept = 0  # checkpoints back to the newest one that is older than these steps are kept too
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
@@ -52,7 +54,8 @@ class CheckpointingTrainer(Trainer):
 
     def save_weights(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Adapter or model with its tokenizer, as safetensors and JSON; no pickle. `weights`: see `whole_weights`."""
-        self._save(str(folder), state_dict=weights)
+        with dropout_of_config(self.model, self.own_dropout):
+            self._save(str(folder), state_dict=weights)
         (folder / "training_args.bin").unlink(missing_ok=True)
 
     def load_step(self, checkpoint: Path) -> None:

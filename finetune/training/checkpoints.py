@@ -97,7 +97,8 @@ def prune_checkpoints(root: Path, *, keep: int, keep_also: Collection[int] = ())
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoint folders by step, oldest first."""
-    found = [(int(match[1]), path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    named = [(path, match) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path, match in named if path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
@@ -114,9 +115,12 @@ def damage(checkpoint: Path) -> str | None:
     The sums do not stop somebody who writes them anew, and the trainer takes a pytorch_model.bin before the adapter.
     """
     try:
-        recorded = read_json(checkpoint / _SUMS)["files"]
+        note = read_json(checkpoint / _SUMS)
+        recorded, step, _ = note["files"], note["step"], note["owner"]
     except (UserError, KeyError, TypeError):
         return f"its {_SUMS} is missing or unreadable"
+    if step != checkpoint_step(checkpoint):
+        return f"it was written as that of step {step}"
     found = digest_folder(checkpoint)
     found.pop(_SUMS, None)
     missing = sorted(set(recorded) - set(found))

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from finetune.errors import UserError
 from finetune.model.adapters import check_gradients_arrive
+from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.telemetry.trackers import tracked
@@ -76,8 +77,11 @@ class ExactTrainer(CheckpointingTrainer):
         self.keep_also: set[int] = set(settings.pin_checkpoints)
         self.stop = StopWhenAsked()
         self._idle = False
+        self._step_items = 0.0
         self.offload = offload_context(self.model, settings)
-        set_model_dropout(self.model, settings.model_dropout)
+        # Dropout would change compared answers by more than they differ, and their reference has none.
+        compared = settings.method in PREFERENCE_METHODS
+        self.own_dropout = set_model_dropout(self.model, 0.0 if compared else settings.model_dropout)
         # The losses here divide by the items of the whole step, so the trainer must count and not rescale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -177,7 +181,8 @@ class ExactTrainer(CheckpointingTrainer):
         """The sum of a micro-batch's losses as its part of the step's mean over `n_items` (all micro-batches and ranks)."""
         # DDP averages gradients over the ranks, the definition sums them.
         ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return loss_sum * (0.0 if self._idle else ranks / max(float(n_items), 1.0))
+        self._step_items = float(n_items)  # weights of turns may sum up to less than 1
+        return loss_sum * (0.0 if self._idle else ranks / (self._step_items or 1.0))
 
     def require_finite_loss(self, value: float) -> None:
         """Raise UserError before the optimizer step when the loss of a micro-batch is not finite."""
@@ -185,7 +190,9 @@ class ExactTrainer(CheckpointingTrainer):
             raise NotFiniteError("loss", self.state.global_step + 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self.state.global_step == 0:
+        if (
+            self.state.global_step == 0 and self._step_items
+        ):  # a step of answers that weigh nothing has no gradient
             check_gradients_arrive(self.model, whole_gradient if self.is_deepspeed_enabled else None)
         # DeepSpeed clips within its step, which comes next.
         norm = 0.0 if self.is_deepspeed_enabled else super()._clip_grad_norm(model)

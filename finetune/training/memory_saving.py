@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ _DROPOUTS = (
     "hidden_dropout",
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
+    "activation_dropout",
     "dropout",
 )
+_DROPOUTS_OF_MODULES = ("attn_dropout", "attn_dropout_p", "dropout_p", "dropout_prob", "residual_dropout")
 
 
 def keep_products() -> Any:
@@ -66,27 +69,45 @@ def offload_context(model: nn.Module, settings: TrainSection) -> Any:
     return get_act_offloading_ctx_manager(model=model, warn_if_no_head=False)
 
 
-def set_model_dropout(model: Any, share: float | None) -> int:
-    """Set every dropout of the model itself, not of its adapters; returns how many places. None leaves them.
+def set_model_dropout(model: Any, share: float | None) -> dict[str, float]:
+    """Set every dropout of the model itself, not of its adapters; returns what its configuration said before, by key. None
+    leaves them.
 
-    Attention reads its share from the module or the configuration, other places are modules.
+    Models read their share from a module of its own, from an attribute of the module, or from the configuration.
     """
     if share is None:
-        return 0
+        return {}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    places = 0
     config = base.config.get_text_config()
-    for name in _DROPOUTS:
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, share)
-            places += 1
-    for name, module in base.named_modules():
-        if "lora_dropout" in name or "vera_dropout" in name:
+    before = {name: float(getattr(config, name)) for name in _DROPOUTS if _is_share(config, name)}
+    for name in before:
+        setattr(config, name, share)
+    for qualified, module in base.named_modules():
+        if "lora_dropout" in qualified or "vera_dropout" in qualified:
             continue
         if isinstance(module, nn.Dropout):
             module.p = share
-            places += 1
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = share
-            places += 1
-    return places
+        for name in (*_DROPOUTS, *_DROPOUTS_OF_MODULES):
+            if _is_share(module, name):
+                setattr(module, name, share)
+    return before
+
+
+@contextlib.contextmanager
+def dropout_of_config(model: Any, values: Mapping[str, float]) -> Iterator[None]:
+    """The configuration with `values`, as `set_model_dropout` returned them: a saved model is not to keep a training's."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    now = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in now.items():
+            setattr(config, name, value)
+
+
+def _is_share(holder: Any, name: str) -> bool:
+    value = getattr(holder, name, None)
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))

@@ -74,6 +74,8 @@ def train_preference(
         model=model,
         processing_class=tokenizer,
     )
+    if any(trainer.own_dropout.values()):
+        say("the model's own dropout is off: it would change both answers at random")
     watch: PreferenceWatch | None = None
     if settings.method in REFERENCE_METHODS:
         key = weights_key(source, model, recipe.model.quantize, recipe.model.double_quantization)

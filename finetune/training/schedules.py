@@ -39,8 +39,8 @@ def rate_share(settings: TrainSection, step: int, total_steps: int) -> float:
 
 
 def warmup_steps(settings: TrainSection, total_steps: int) -> int:
-    """Steps of the warm-up."""
-    return math.ceil(settings.warmup_share * total_steps)
+    """Steps of the warm-up. A single step has none: its rate would be 0, and the run would learn nothing."""
+    return math.ceil(settings.warmup_share * total_steps) if total_steps > 1 else 0
 
 
 def _constant(settings: TrainSection, step: int, warmup: int, total: int) -> float:

@@ -138,6 +138,12 @@ def test_a_vocabulary_larger_than_the_embedding(project: Any, no_rows: None) -> 
     assert "resize_token_embeddings(261)" in caught.value.faults[0].fix
 
 
+def test_turn_weights_that_leave_no_answer_are_told_before_the_baseline(project: Any) -> None:
+    with pytest.raises(UserError, match="no answer of the training rows weighs anything") as caught:
+        project.run(*QUICK, "train.loss.turn_weights=[1,0]")
+    assert caught.value.faults[0].where == "train.loss.turn_weights"
+
+
 def test_a_row_longer_than_a_pack_is_told_before_the_baseline(project: Any) -> None:
     with pytest.raises(UserError, match="does not fit a pack of 32") as caught:
         project.run(*QUICK, "train.pack_tokens=32")

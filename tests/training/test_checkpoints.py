@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from finetune.errors import UserError
+from finetune.paths import read_json, write_json
 from finetune.training.checkpoints import (
     checkpoint_step,
     damage,
@@ -73,7 +75,9 @@ def test_a_pickle_in_a_checkpoint_is_refused_whatever_its_name(tmp_path: Path, n
     assert damage(checkpoint) == f"{name} is a pickle file and is refused"
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "add", "no sums"])
+@pytest.mark.parametrize(
+    "harm", ["flip", "truncate", "delete", "add", "no sums", "no owner", "another step's"]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, harm: str) -> None:
     save(tmp_path, 5)
     newest = save(tmp_path, 10)
@@ -86,12 +90,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, harm: str
         weights.unlink()
     elif harm == "add":
         (newest / "pytorch_model.bin").write_bytes(b"payload")
+    elif harm == "no owner":
+        note = read_json(newest / "sha256.json")
+        write_json(newest / "sha256.json", {key: note[key] for key in ("step", "files")})
+    elif harm == "another step's":  # its own state would say where training goes on, not its name
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "step-5", newest)
     else:
         (newest / "sha256.json").unlink()
     said: list[str] = []
     assert damage(newest) is not None
     assert newest_usable(tmp_path, owner="a" * 64, say=said.append) == tmp_path / "step-5"
     assert "step-10" in said[0] and "damaged" in said[0]
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "step-10").write_text("left by a copy")
+    assert newest_usable(tmp_path, owner="a" * 64, say=pytest.fail) == tmp_path / "step-5"
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:

@@ -172,6 +172,27 @@ def test_the_weights_that_rows_give_their_answers_reach_the_gradient(
     assert (gradient - expected).norm() / expected.norm() < 1e-5
 
 
+def test_only_the_proportions_of_turn_weights_count(
+    make_recipe: Any, make_rows: Any, first_step: Callable[..., Any]
+) -> None:
+    """Also where the weights of a whole step sum up to less than 1."""
+    rows = make_rows(3, turns=2)
+    loss, gradient, _ = first_step(make_recipe(train__loss={"turn_weights": [0.25, 1.0]}, **PACKED), rows)
+    small = {"turn_weights": [0.25 * 2.0**-14, 2.0**-14]}
+    loss_of_small, gradient_of_small, _ = first_step(make_recipe(train__loss=small, **PACKED), rows)
+    assert loss_of_small == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(gradient_of_small, gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_a_first_step_whose_answers_weigh_nothing_is_no_cut_graph(
+    make_recipe: Any, make_rows: Any, train: Any
+) -> None:
+    recipe = make_recipe(train__loss={"turn_weights": [1.0, 0.0]}, train__max_steps=2, **PACKED)
+    result, folder, _ = train(recipe, rows=make_rows(3))
+    norms = [event["grad_norm"] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+    assert norms == [0.0, 0.0] and math.isfinite(result.train_loss)
+
+
 def weights_of(row: Row) -> list[float]:
     weights = [turn.get("weight") for turn in row.messages if turn["role"] == "assistant"]
     return [1.0 if weight is None else float(weight) for weight in weights]

@@ -15,6 +15,7 @@ from finetune.recipe.train_section import SCHEDULE_FREE, TrainSection
 from finetune.telemetry.events import read_events
 from finetune.training.batch_ramp import plan_windows
 from finetune.training.exact_trainer import StopWhenAsked
+from finetune.training.memory_saving import set_model_dropout
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.preflight import check_training
 from finetune.training.schedules import rate_share
@@ -180,6 +181,30 @@ def test_model_dropout_reaches_the_model_and_resumes(
     _, plain, model = train(make_recipe(train__epochs=3, train__pack_tokens=192), name="plain")
     assert [e["loss"] for e in steps_of(plain)] != [e["loss"] for e in steps_of(whole)]
     assert model.config.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize("kind", ["OPT", "GPTNeo", "GPT2", "Falcon"])
+def test_every_place_of_dropout_is_reached(kind: str) -> None:
+    """Modules, attributes of modules, and what is read from the configuration: without it, training mode computes as
+    evaluation does, and with it anything else."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
+    own = {
+        "OPT": {"ffn_dim": 64, "num_hidden_layers": 1, "word_embed_proj_dim": 32},
+        "GPTNeo": {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+        "GPT2": {"n_layer": 1},
+        "Falcon": {"num_hidden_layers": 1},
+    }[kind]
+    config = getattr(transformers, f"{kind}Config")(**sizes, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        plain = model.eval()(ids).logits
+        set_model_dropout(model, 0.5)
+        assert not torch.equal(model.train()(ids).logits, plain)
+        set_model_dropout(model, 0.0)
+        torch.testing.assert_close(model.train()(ids).logits, plain)
 
 
 class TestBatchRamp:

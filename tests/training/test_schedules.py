@@ -49,12 +49,17 @@ def test_no_schedule_rises_after_the_warm_up_or_leaves_its_range(schedule: Any) 
         for total in (1, 2, 7, 100):
             section = settings(schedule=schedule, warmup_share=warmup)
             shares = [rate_share(section, step, total) for step in range(total + 1)]
-            start = math.ceil(warmup * total)
+            start = math.ceil(warmup * total) if total > 1 else 0
             assert all(0.0 <= share <= 1.0 for share in shares)
             assert all(
                 left >= right for left, right in zip(shares[start:], shares[start + 1 :], strict=False)
             )
             assert shares[start] == pytest.approx(1.0) or start == total
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
+def test_a_run_of_a_single_step_learns_at_the_peak(schedule: Any) -> None:
+    assert rate_share(settings(schedule=schedule, warmup_share=0.05, decay_share=0.2), 0, 1) == 1.0
 
 
 def test_every_group_keeps_its_own_multiple_of_the_rate() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finetune.data.pair_tokens import AnsweredPrompt
+from finetune.paths import read_json
 from finetune.telemetry.events import read_events
 from finetune.training.answers import Answers
 
@@ -170,6 +171,24 @@ def test_before_the_first_step_the_loss_is_ln_2(
     assert loss == pytest.approx(LN_2, abs=1e-6)
     assert means["reward_margin"] == 0.0
     assert float(gradient.norm()) > 0
+
+
+def test_a_model_with_dropout_of_its_own_starts_at_ln_2_and_keeps_its_configuration(
+    dpo_recipe: Any, train_pairs: Any, adapted_model: Any
+) -> None:
+    """GPT-2 and others drop a tenth of what they compute while they train; the reference is computed without."""
+    from finetune.training.memory_saving import set_model_dropout
+
+    recipe = dpo_recipe(adapter__kind="none", train__max_steps=1, train__learning_rate=1e-4)
+    model = adapted_model(recipe)
+    set_model_dropout(model, 0.3)
+    said: list[str] = []
+    _, folder, _ = train_pairs(recipe, model=model, said=said)
+    losses = [event["loss"] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+    assert losses == [pytest.approx(math.log(2), abs=1e-6)]
+    assert any("dropout is off" in line for line in said)
+    saved = [read_json(place / "config.json") for place in (folder / "model", folder / "checkpoints/step-1")]
+    assert [config["attention_dropout"] for config in saved] == [0.3, 0.3]
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
