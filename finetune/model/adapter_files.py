@@ -19,7 +19,7 @@ from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
 from finetune.model.adapters import refuse_second_adapter, trainables_to_fp32
 from finetune.model.quantization import codes_of
-from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config
+from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config, read_model_json
 from finetune.model.virtual_tokens import align_virtual_tokens
 from finetune.paths import disk_faults, read_json, write_json
 
@@ -198,9 +198,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {ADAPTER_CONFIG}, so it is not an adapter",
             fix="name the folder that save_pretrained of PEFT wrote, e.g. runs/<id>/adapter",
         )
-    configuration: dict[str, Any] = read_json(folder / ADAPTER_CONFIG)
+    configuration = read_model_json(folder / ADAPTER_CONFIG)
     where = str(folder / ADAPTER_CONFIG)
-    kind = configuration.get("peft_type") if isinstance(configuration, dict) else None
+    kind = configuration.get("peft_type")
     if kind not in NEEDED_KEYS:
         raise UserError(
             f"an adapter of type {kind} is not supported",
@@ -273,8 +273,9 @@ def _sort_configuration(path: Path) -> None:
     write_json(path, dict(sorted(configuration.items())))
 
 
-def check_base(folder: Path, source: ModelSource | None) -> None:
-    """Raise UserError when the adapter in `folder` notes a base of other content than `source`; reads no tensor."""
+def check_base(folder: Path, source: ModelSource | None, *, key: str = "model.id") -> None:
+    """Raise UserError when the adapter in `folder` notes a base of other content than `source`; reads no tensor. `key` of the
+    recipe names the base."""
     if source is None or not (folder / ORIGIN_FILE).is_file():
         return
     origin = read_json(folder / ORIGIN_FILE)
@@ -284,7 +285,7 @@ def check_base(folder: Path, source: ModelSource | None) -> None:
             f"{source.id} (content {source.digest[:12]})",
             where=str(folder / ORIGIN_FILE),
             why="the shapes may agree, but the update belongs to other weights",
-            fix=f"set model.id to {origin.get('id')} with the revision it had, or train again on this base",
+            fix=f"set {key} to {origin.get('id')} with the revision it had, or train again on this base",
         )
 
 

@@ -35,6 +35,19 @@ CACHE_FACTS = "teacher_cache.json"
 ALIGNMENT_FACTS = "alignment.json"
 TEACHER = "teacher"
 UNKNOWN_LICENCE = "distil.teacher.licence is not given: whether the teacher's terms allow a student to be made of what it says is unknown"
+SAME_MODEL = (
+    "teacher and student are the same model: their divergence is 0 from the first step on, and nothing is learnt from it\n"
+    "  name a tuned run (distil.teacher.run) or another model, or cut the student from it (distil.student.init)"
+)
+
+
+def teaches_itself(inputs: RunInputs) -> bool:
+    """Whether the student is, before it learns, the very model whose distribution it learns."""
+    teacher, section = _teacher(inputs), _section(inputs)
+    if section.way == "answers" or section.student.layers is not None or inputs.start is not None:
+        return False
+    bare = teacher.adapter is None and teacher.server is None and teacher.quantization.quantize == "none"
+    return bare and inputs.recipe.model.quantize == "none" and teacher.source.digest == inputs.source.digest
 
 
 def teacher_answers(inputs: RunInputs, data: SuiteData, target: Path, say: Say) -> list[Path]:

@@ -15,7 +15,7 @@ from finetune.pipeline.decontaminate import suite_questions
 from finetune.pipeline.generate import ensure_generated
 from finetune.pipeline.inputs import gather_inputs
 from finetune.pipeline.methods import plain_rows, tokenise_side
-from finetune.pipeline.teacher_cache import RecipeCache, cache_facts
+from finetune.pipeline.teacher_cache import RecipeCache, cache_facts, low_coverage
 
 Say = Callable[[str], None]
 
@@ -49,4 +49,7 @@ def fill_recipe_cache(
     aligned = aligned_rows(inputs, tokenizer, rows, lambda: source_rows)
     cache = RecipeCache.of(inputs, tokenizer, rows, aligned)
     say(f"teacher cache: {cache.folder}, {cache.coding.formula()} a target token")
-    return cache_facts(cache, cache.fill(say, ServerSaying(server) if server is not None else None))
+    manifest = cache.fill(say, ServerSaying(server) if server is not None else None)
+    if (told := low_coverage(manifest)) is not None:
+        say(told)
+    return cache_facts(cache, manifest)

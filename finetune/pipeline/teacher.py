@@ -15,7 +15,7 @@ from safetensors import safe_open
 from finetune.digest import digest_file, digest_json
 from finetune.errors import UserError
 from finetune.evaluation.server import ServerModel
-from finetune.model.adapter_files import ADAPTER_WEIGHTS, adapter_digest, load_adapter
+from finetune.model.adapter_files import ADAPTER_WEIGHTS, adapter_digest, check_base, load_adapter
 from finetune.model.load import load_model, load_tokenizer
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, read_config, resolve_model
 from finetune.paths import disk_faults, read_json, runs_root
@@ -154,6 +154,7 @@ def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | 
                 where=where,
                 fix="name a folder that PEFT saved, or a run that trained one",
             )
+        check_base(adapter, source, key="distil.teacher.id")
     quantization = ModelSection(id=source.id, quantize=section.quantize)
     return _teacher(section.id, source, adapter, quantization, section)
 

@@ -16,6 +16,7 @@ from finetune.digest import digest_json
 from finetune.distil.aligned.teaching import AlignedRows, AlignedTeaching
 from finetune.distil.cache.coding import Coding, TopK
 from finetune.distil.cache.layout import CacheIdentity, CacheManifest, cache_key, rows_digest
+from finetune.distil.cache.measure import LOW_COVERAGE
 from finetune.distil.cache.read import CachedTeaching, TeacherCache
 from finetune.distil.cache.server import ServerSaying
 from finetune.distil.cache.write import ModelSaying, Saying, cache_teacher, coding_of
@@ -118,6 +119,19 @@ class RecipeCache:
         if aligned is not None:
             return AlignedTeaching.cached(aligned, cache, self.section.loss.temperature)
         return CachedTeaching(cache, self.section.loss.temperature)
+
+
+def low_coverage(manifest: CacheManifest) -> str | None:
+    """A warning where a tenth of the teacher's mass or more is outside what is kept, at some planned temperature."""
+    found = manifest.measured.get("coverage", {})
+    low = {temperature: one["mean"] for temperature, one in found.items() if one["mean"] < LOW_COVERAGE}
+    if not low:
+        return None
+    told = ", ".join(f"{mean:.1%} at temperature {temperature}" for temperature, mean in low.items())
+    return (
+        f"warning: teacher cache: the top {manifest.coding.k} hold {told} of the teacher's mass: what is outside is one outcome, "
+        "and the student ends further from its teacher\n  raise distil.cache.k, or set distil.targets: live"
+    )
 
 
 def cache_facts(cache: RecipeCache, manifest: CacheManifest) -> dict[str, Any]:

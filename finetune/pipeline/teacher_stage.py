@@ -13,14 +13,16 @@ from finetune.pipeline.distil import (
     ALIGNMENT_FACTS,
     CACHE_FACTS,
     FACTS,
+    SAME_MODEL,
     UNKNOWN_LICENCE,
     facts_digest,
     teacher_answers,
+    teaches_itself,
     write_facts,
 )
 from finetune.pipeline.methods import plain_rows
 from finetune.pipeline.stages import RunContext, TrainingRows
-from finetune.pipeline.teacher_cache import RecipeCache, cache_facts
+from finetune.pipeline.teacher_cache import RecipeCache, cache_facts, low_coverage
 
 
 def teacher_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
@@ -30,6 +32,8 @@ def teacher_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
         return
     if inputs.teacher.licence is None:
         context.say(f"warning: {UNKNOWN_LICENCE}")
+    if teaches_itself(inputs):
+        context.say(f"warning: {SAME_MODEL}")
 
     def note_facts(outputs: list[Path]) -> None:
         write_facts(inputs, context.folder / FACTS)
@@ -88,6 +92,8 @@ def cache_stage(context: RunContext, rows: TrainingRows) -> None:
 
     def work(outputs: list[Path]) -> None:
         manifest = cache.fill(context.say)
+        if (told := low_coverage(manifest)) is not None:
+            context.say(told)
         path = context.folder / CACHE_FACTS
         write_json(path, cache_facts(cache, manifest))
         outputs.append(path)

@@ -136,6 +136,34 @@ def test_what_cannot_teach_is_refused_with_a_remedy(distil: Any) -> None:
         run(distil, "distil.targets=cache", "distil.cache.k=2", "distil.cache.coverage=0.999")
 
 
+def test_a_teachers_adapter_of_another_base_is_refused_before_anything_runs(
+    distil: Any, make_tiny_model: Callable[..., Any], make_tiny_tokenizer: Callable[..., Any]
+) -> None:
+    make_tiny_model(seed=9, layers=4).save_pretrained(distil.folder / "other")
+    make_tiny_tokenizer().save_pretrained(distil.folder / "other")
+    settings = ["distil.teacher.run=null", "distil.teacher.id=other", "distil.teacher.adapter=runs/recipe"]
+    with pytest.raises(UserError, match="the adapter was trained on") as caught:
+        run(distil, *settings, "distil.student.init=model")
+    assert caught.value.faults[0].fix.startswith("set distil.teacher.id to ")
+    assert not any("run folder" in line for line in distil.said)
+
+
+def test_a_student_that_is_its_teacher_is_warned_of(distil: Any) -> None:
+    from finetune.pipeline.distil import teaches_itself
+    from finetune.pipeline.inputs import gather_inputs
+
+    def itself(*overrides: str) -> bool:
+        return teaches_itself(
+            gather_inputs(str(distil.folder / "distil.yaml"), overrides, say=lambda line: None)
+        )
+
+    same = ("distil.teacher.run=null", "distil.teacher.id=tiny-model", "distil.student.init=model")
+    assert itself(*same)
+    assert not itself(*same[:2])
+    assert not itself("distil.student.init=model")
+    assert not itself(*same, "distil.teacher.quantize=nf4")
+
+
 def test_an_unknown_licence_is_warned_of_and_filling_it_in_trains_nothing(distil: Any) -> None:
     outcome = run(distil, "distil.teacher.licence=null", "train.max_steps=2")
     assert any("warning: distil.teacher.licence is not given" in line for line in distil.said)

@@ -65,6 +65,16 @@ def test_a_k_above_the_vocabulary_is_refused(recipe: Path) -> None:
         fill_recipe_cache(str(recipe), ["distil.cache.k=300"], say=lambda line: None)
 
 
+def test_a_top_k_that_leaves_much_out_is_warned_of(recipe: Path) -> None:
+    said: list[str] = []
+    fill_recipe_cache(str(recipe), ["distil.cache.k=8"], say=said.append)
+    (told,) = [line for line in said if line.startswith("warning: teacher cache: the top 8 hold")]
+    assert "raise distil.cache.k" in told
+    said.clear()
+    fill_recipe_cache(str(recipe), ["distil.cache.k=259"], say=said.append)
+    assert not any("warning" in line for line in said)
+
+
 def test_a_recipe_that_reads_no_cache_is_refused(recipe: Path, project: Any) -> None:
     live = "targets: cache\n  cache: {k: 16}", "targets: live"
     (recipe.parent / "live.yaml").write_text(DISTIL.replace(*live))

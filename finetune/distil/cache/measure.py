@@ -19,7 +19,7 @@ from finetune.distil.cache.coding import Coding, TopK
 from finetune.distil.losses import bucket_log_probabilities, forward_kl
 from finetune.distil.targets import TeacherTargets
 
-_LOW_COVERAGE = 0.9
+LOW_COVERAGE = 0.9
 
 
 def read_back(top: TopK, coding: Coding, temperature: float) -> TeacherTargets:
@@ -40,7 +40,7 @@ def coverage_sums(top: TopK, coding: Coding) -> dict[str, Any]:
     sums = {}
     for temperature in coding.temperatures:
         mass = covered_mass(top, coding, temperature)
-        low = int((mass < _LOW_COVERAGE).sum())
+        low = int((mass < LOW_COVERAGE).sum())
         sums[str(temperature)] = {"sum": float(mass.sum()), "least": float(mass.min()), "below_0.9": low}
     return sums
 
