@@ -130,7 +130,7 @@ def _usual(curve: Curve) -> UsualRate | None:
 
 def find_near_zero(curve: Curve) -> Diagnosis | None:
     """A loss near zero from the first steps on leaves nothing to learn: the answer is in the prompt, or targets are trivial."""
-    if curve.n < 10:
+    if curve.n < 10 or curve.setting.get("method") == "distil":  # a student near its teacher begins near zero
         return None
     loss = curve.clean
     first = float(np.median(loss[: curve.spans(0.05, 3)]))

@@ -210,6 +210,17 @@ def test_a_loss_near_zero_from_the_start(make_events: Make) -> None:
     assert [one.shape for one in found] == ["near_zero_loss"]
 
 
+def test_a_student_that_begins_near_its_teacher_is_no_fault(make_events: Make) -> None:
+    events = make_events(lambda step: 0.01, noise=0.001)
+    events[0]["setting"] = {
+        "method": "distil",
+        "adapter": "lora",
+        "optimizer": "adamw",
+        "parameters": 135_000_000,
+    }
+    assert "near_zero_loss" not in [one.shape for one in diagnose(events)]
+
+
 def test_a_loss_that_comes_down_to_zero_is_healthy(make_events: Make) -> None:
     assert first_shape(make_events(lambda step: 2.0 * math.exp(-step / 15), noise=0.002)) == "healthy"
 
