@@ -160,14 +160,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of ours; a damaged one is a user error with the path."""
+def read_json(path: Path, *, fix: str = "delete it and run again") -> Any:
+    """Parse a JSON file of ours; a damaged one is a user error with the path. `fix`: for files that are the user's."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"no such file: {path}", fix="check the path or the run folder") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}", fix="delete it and run again") from None
+        raise UserError(f"{path} is not valid JSON: {error}", fix=fix) from None
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:

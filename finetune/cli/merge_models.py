@@ -99,7 +99,9 @@ def _dry_run(loaded: LoadedMerge, out: Path, threads: int | None, as_json: bool)
     import os
 
     from finetune.merge.models.prepare import costs, prepared
+    from finetune.merge.place import refuse_used_folder
 
+    refuse_used_folder(out)
     with prepared(loaded) as plan:
         found = costs(plan, out, threads or min(os.cpu_count() or 1, 8))
         payload = {

@@ -49,7 +49,8 @@ def extract_adapter(base: ModelSource, tuned: ModelSource, out: Path, *, rank: i
         raise UserError(f"a rank of {rank} holds nothing", where="--rank", fix="e.g. --rank 32")
     with open_model(base.folder) as ours, open_model(tuned.folder) as theirs:
         layout = read_layout(model_skeleton(base), ours)
-        _refuse_other_tensors(base, tuned, ours, theirs)
+        copies = layout.duplicates | read_layout(model_skeleton(tuned), theirs).duplicates
+        _refuse_other_tensors(base, tuned, ours, theirs, copies)
         widest = max((min(e.shape) for e in ours.entries.values() if len(e.shape) == 2), default=1)
         if rank > widest:
             raise UserError(
@@ -102,9 +103,14 @@ def _difference(ours: TensorFiles, theirs: TensorFiles, tensor: str) -> torch.Te
 
 
 def _refuse_other_tensors(
-    base: ModelSource, tuned: ModelSource, ours: TensorFiles, theirs: TensorFiles
+    base: ModelSource,
+    tuned: ModelSource,
+    ours: TensorFiles,
+    theirs: TensorFiles,
+    copies: frozenset[str],
 ) -> None:
-    names = sorted(set(ours.entries) ^ set(theirs.entries))
+    """`copies` are tied heads that were written out beside their embedding; a model may have one and the other not."""
+    names = sorted((set(ours.entries) ^ set(theirs.entries)) - copies)
     shapes = [
         f"{name} ({list(entry.shape)} and {list(theirs.entries[name].shape)})"
         for name, entry in ours.entries.items()

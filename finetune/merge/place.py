@@ -44,7 +44,7 @@ def refuse_used_folder(out: Path) -> None:
 
 def refuse_small_disk(out: Path, n_bytes: int) -> None:
     """Raise UserError when the file system of `out` lacks `n_bytes`."""
-    parent = out.absolute().parent
+    parent = out.resolve().parent
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
@@ -60,17 +60,16 @@ def refuse_small_disk(out: Path, n_bytes: int) -> None:
 def put_in_place(out: Path) -> Iterator[Path]:
     """A new folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
 
-    Folders of merges that were killed are removed first.
+    Folders of merges that were killed are removed first. Where `out` is a link, it becomes what the link names.
     """
-    parent = out.absolute().parent
+    out = out.resolve()
     with disk_faults(out):
         folder = _folder_beside(out)
         try:
             yield folder
             folder.chmod(0o755)
             _sync(folder)
-            folder.replace(out)
-            _sync(parent)
+            _rename(folder, out)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -79,20 +78,20 @@ def put_in_place(out: Path) -> Iterator[Path]:
 @contextmanager
 def file_in_place(out: Path) -> Iterator[Path]:
     """Like `put_in_place` for a single file: a path of the same name in a folder beside `out`, gone when the block ends."""
+    out = out.resolve()
     with disk_faults(out):
         folder = _folder_beside(out)
         try:
             yield folder / out.name
             _sync(folder / out.name)
             (folder / out.name).replace(out)
-            _sync(out.absolute().parent)
+            _sync(out.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder_beside(out: Path) -> Path:
-    """A new hidden folder of this process beside `out`; those of processes that were killed are removed."""
-    out = out.absolute()
+    """A new hidden folder of this process beside `out` (no link); those of processes that were killed are removed."""
     prefix = f".{out.name}.merging-"
     out.parent.mkdir(parents=True, exist_ok=True)
     for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
@@ -109,7 +108,7 @@ def resumable_place(out: Path, key: str) -> Iterator[Path]:
     The folder stays when the process is killed or interrupted, and vanishes on any other fault. One of another key is
     emptied. Raises UserError while another process writes it.
     """
-    out = out.absolute()
+    out = out.resolve()
     folder = out.parent / f".{out.name}.merging"
     with disk_faults(out):
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,17 +126,24 @@ def resumable_place(out: Path, key: str) -> Iterator[Path]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             write_atomic(marker, key)
         try:
-            yield folder
-            marker.unlink()
-            folder.chmod(0o755)
-            _sync(folder)
-            folder.replace(out)
-            _sync(out.parent)
+            with disk_faults(out):
+                yield folder
+                marker.unlink()
+                folder.chmod(0o755)
+                _sync(folder)
+                _rename(folder, out)
         except Exception:
             shutil.rmtree(folder, ignore_errors=True)
             raise
     finally:
         os.close(handle)
+
+
+def _rename(folder: Path, out: Path) -> None:
+    """Put a complete folder in place. Raises UserError when somebody else has filled `out` meanwhile."""
+    refuse_used_folder(out)
+    folder.replace(out)
+    _sync(out.parent)
 
 
 def _is_alive(process: int) -> bool:

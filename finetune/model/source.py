@@ -140,15 +140,26 @@ def _require_pinned(folder: Path, trust_remote_code: bool | str) -> None:
 
 def read_config(source: ModelSource) -> dict[str, Any]:
     """config.json of the model as a dict; no weights are read."""
-    config: dict[str, Any] = read_json(source.folder / "config.json")
-    return config
+    return read_model_json(source.folder / "config.json")
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """A JSON file that came with a model or an adapter. Raises UserError when it is damaged or holds no keys."""
+    content = read_json(path, fix="copy or download the file again, then repeat")
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path} holds no keys, so it does not describe a model",
+            fix="copy or download the file again, then repeat",
+        )
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder that transformers reads, sorted by name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(read_json(index).get("weight_map", {}).values())
+        weight_map = read_model_json(index).get("weight_map")
+        names = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
         return [folder / name for name in sorted(names)]
     return sorted(folder.glob("*.safetensors"))
 

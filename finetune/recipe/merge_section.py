@@ -5,6 +5,7 @@ A file with `merge: 1` is ours and means the `paper` dialect; one without is tak
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -87,7 +88,7 @@ def numbers(setting: Setting | None) -> list[float]:
 
 
 def _plain_model(name: str) -> str:
-    if "+" in name.rpartition("/")[2]:
+    if "+" in name and not Path(name).expanduser().exists():
         raise ValueError(
             f"'{name}' names an adapter after '+'; merge it first (finetune merge adapter) and name the merged folder"
         )

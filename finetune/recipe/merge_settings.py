@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from finetune.recipe.merge_section import Conditional, Parameters, Setting, Value
+from finetune.recipe.merge_section import Conditional, MergeRecipe, Parameters, Setting, Value
 
 
 def lookup(name: str, scopes: Iterable[Parameters], tensor: str, position: float) -> Value | None:
@@ -33,6 +33,17 @@ def evaluate(setting: Setting, tensor: str, position: float) -> Value | None:
             value = entry.value
             return _on_gradient(value, position) if isinstance(value, list) else value
     return None
+
+
+def filters_in(recipe: MergeRecipe) -> list[str]:
+    """Every filter of a recipe once; those that fit all tensors are left out."""
+    scopes = [recipe.parameters, *(entry.parameters for entry in recipe.models or [])]
+    for piece in recipe.slices or []:
+        scopes += [piece.parameters, *(source.parameters for source in piece.sources)]
+    settings = [scope.get(name) for scope in scopes for name in scope.given]
+    entries = [entry for found in settings for entry in (found if isinstance(found, list) else [found])]
+    texts = [entry.filter for entry in entries if isinstance(entry, Conditional)]
+    return list(dict.fromkeys(text for text in texts if text not in (None, "*")))
 
 
 def _on_gradient(values: list[Value], position: float) -> Value | None:

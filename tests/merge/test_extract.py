@@ -84,3 +84,17 @@ def test_two_architectures_are_told_apart(
     make_tiny_tokenizer().save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="9 tensors are in one only, 1 have another shape"):
         extract_adapter(base, resolve_model(str(tmp_path / "other")), tmp_path / "adapter", rank=4)
+
+
+def test_a_tied_head_that_one_model_wrote_out_is_no_other_architecture(
+    tmp_path: Path, make_pair: Any
+) -> None:
+    pair = make_pair()
+    base = resolve_model(str(pair.base))
+    merge_adapter(base, pair.adapter, tmp_path / "tuned", dtype="fp32")
+    edit(
+        tmp_path / "tuned",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
+    done = extract_adapter(base, resolve_model(str(tmp_path / "tuned")), tmp_path / "adapter", rank=4)
+    assert done.n_modules == 4 and done.error < 1e-3 and done.not_carried == []

@@ -106,6 +106,7 @@ def test_a_parameter_without_effect_is_a_fault_in_ours_and_a_remark_in_mergekits
             "not both",
         ),
         ("merge_method: linear\nmodels: [{model: a+lora}, {model: b}]", "names an adapter after '+'"),
+        ("merge_method: linear\nmodels: [{model: a+x/lora}, {model: b}]", "names an adapter after '+'"),
         (
             "merge_method: slerp\ndialect: peft\nbase_model: a\nmodels: [{model: b}]",
             "PEFT has no slerp of whole deltas",

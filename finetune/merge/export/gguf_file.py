@@ -7,7 +7,6 @@ interleaved for its rotary embedding (https://github.com/ggml-org/ggml/blob/mast
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +23,13 @@ from finetune.merge.place import file_in_place, refuse_small_disk
 from finetune.merge.proof import continue_greedily, distance, greedy_agreement, logits_at, make_probe
 from finetune.merge.shards import TensorFiles, open_model
 from finetune.model.embedded import without_progress_bars
+from finetune.model.source import read_model_json
 
 GgufType = Literal["f16", "q8_0"]
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _BLOCK = 32
+_QWEN3_HEAD = 128
+_EMBEDDING = "model.embed_tokens.weight"
 _LARGEST_F16 = 65504.0
 F16_TOLERANCE = (
     0.02  # of logits, in standard deviations of theirs; f16 has three more bits than bf16: mostly unchanged
@@ -82,7 +84,12 @@ def export_gguf(folder: Path, out: Path, *, type: GgufType = "f16", name: str | 
     config = _config(folder)
     with open_model(folder) as tensors:
         refuse_small_disk(out, _n_bytes(tensors, type))
-        rows = tensors.entries["model.embed_tokens.weight"].shape[0]
+        if _EMBEDDING not in tensors.entries:
+            raise UserError(
+                f"{folder} holds no tensor {_EMBEDDING}",
+                fix="load it with transformers and save it again, which gives its tensors their usual names",
+            )
+        rows = tensors.entries[_EMBEDDING].shape[0]
         tokenizer = read_gguf_tokenizer(folder, rows)
         with file_in_place(out) as aside:
             _write(tensors, config, tokenizer, aside, type, name or folder.name)
@@ -101,17 +108,27 @@ def _config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is no model folder", fix="merge the adapter first: finetune merge adapter RUN --out …"
         )
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config = read_model_json(path)
+    if "quantization_config" in config:
+        raise UserError(
+            f"{folder} is stored quantized, and its codes are not those of GGUF",
+            fix="export the unquantized model; --type q8_0 quantizes it",
+        )
     if config.get("model_type") not in _ARCHITECTURES:
         raise UserError(
             f"models of type '{config.get('model_type')}' are not exported to GGUF here",
             fix=f"known: {', '.join(_ARCHITECTURES)}; llama.cpp's own script reads the folder, too",
         )
-    if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get(
-        "rope_type", "default"
-    ) != "default":
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(
             "this model scales its rotary embedding, which is not exported to GGUF here",
+            fix="convert it with llama.cpp's own script; the folder is what it reads",
+        )
+    if config["model_type"] == "qwen3" and config.get("head_dim", _QWEN3_HEAD) != _QWEN3_HEAD:
+        raise UserError(
+            f"transformers reads qwen3 files with {_QWEN3_HEAD} numbers a head only, and this model has {config['head_dim']}",
+            why="a file that cannot be read back cannot be compared with the model",
             fix="convert it with llama.cpp's own script; the folder is what it reads",
         )
     return config
@@ -218,12 +235,13 @@ def _encoded(tensor: torch.Tensor, target: str, config: dict[str, Any], type: Gg
     if _ARCHITECTURES[config["model_type"]] == "llama":
         values = _interleaved(values, target, config)
     kind = _kind(values.shape, type)
-    if kind is gguf.GGMLQuantizationType.F32:
-        return values.astype(np.float32)
     largest = float(np.abs(values).max(initial=0.0))
-    if not largest <= _LARGEST_F16:
+    single = kind is gguf.GGMLQuantizationType.F32
+    if single and np.isfinite(largest):
+        return values.astype(np.float32)
+    if single or not largest <= _LARGEST_F16:
         raise UserError(
-            f"{target} holds {largest:.3g}, which f16 cannot hold",
+            f"{target} holds {largest:.3g}, which {'a model' if single else 'f16'} cannot hold",
             fix="look for NaN or infinity in the merged model",
         )
     if kind is gguf.GGMLQuantizationType.Q8_0:

@@ -12,8 +12,7 @@ from finetune.digest import digest_file, digest_json
 from finetune.errors import Fault, UserError
 from finetune.merge.layout import equal_tensors
 from finetune.merge.shards import TensorEntry, TensorFiles, open_model
-from finetune.model.source import locate_model
-from finetune.paths import read_json
+from finetune.model.source import locate_model, read_model_json
 
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.(?:weight|bias)$")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
@@ -103,7 +102,7 @@ def _open(name: str) -> MergeModel:
         if Path(name).expanduser().exists() or not revision
         else locate_model(given, revision, where=name)
     )
-    config: dict[str, Any] = read_json(folder / "config.json")
+    config = read_model_json(folder / "config.json")
     if "quantization_config" in config:
         raise UserError(
             f"{name} is stored quantized ({config['quantization_config'].get('quant_method')})",

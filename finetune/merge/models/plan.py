@@ -19,12 +19,16 @@ from finetune.merge.shards import PlannedTensor, TensorEntry
 from finetune.recipe.merge_loader import LoadedMerge
 from finetune.recipe.merge_methods import DEFAULTS, METHOD_RULES, MethodRule
 from finetune.recipe.merge_section import MergeRecipe, OutputSlice, Parameters, SliceSource, Value
-from finetune.recipe.merge_settings import lookup
+from finetune.recipe.merge_settings import filters_in, lookup
 
 TYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
     "float32": torch.float32, "fp32": torch.float32,
 }  # fmt: skip
+
+
+_NO_SUM = 1e-9
+"""Weights whose sum is smaller, beside their magnitudes, sum to zero: 0.1 + 0.2 - 0.3 is 6e-17 in binary numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,7 @@ def plan_merge(
         tensors = [planner.tensor(name, name, whole, layers.position(name), None) for name in base.entries]
     else:
         tensors, order = planner.sliced(recipe.slices)
+    remarks = [*loaded.remarks, *planner.idle_filters(tensors)]
     if planner.faults:
         raise UserError(planner.faults)
     return MergePlan(
@@ -169,7 +174,7 @@ def plan_merge(
         order,
         recipe,
         base,
-        list(loaded.remarks),
+        remarks,
     )
 
 
@@ -218,10 +223,15 @@ class _Planner:
             n = piece.sources[0].layer_range[1] - starts[0]
             if not self._layers_exist(piece, number):
                 continue
-            inside = self._by_layer(self.models[self.numbers[piece.sources[0].model]], prefix)
+            inside, *others = (
+                self._by_layer(self.models[self.numbers[source.model]], prefix) for source in piece.sources
+            )
             for step in range(n):
                 position = step / (n - 1) if n > 1 else 1.0
-                for rest in inside.get(starts[0] + step, []):
+                layer = inside.get(starts[0] + step, [])
+                for source, theirs in zip(piece.sources[1:], others, strict=True):
+                    self._refuse_extra(source, prefix, source.layer_range[0] + step, theirs, layer)
+                for rest in layer:
                     name = f"{prefix}.{len(order)}.{rest}"
                     names = [f"{prefix}.{start + step}.{rest}" for start in starts]
                     tensors.append(self.tensor(name, names[0], piece, position, names))
@@ -238,6 +248,26 @@ class _Planner:
             if (found := self.layers.layer_of(name)) is not None and found[0] == prefix:
                 names.setdefault(found[1], []).append(found[2])
         return names
+
+    def _refuse_extra(
+        self, source: SliceSource, prefix: str, layer: int, theirs: dict[int, list[str]], known: list[str]
+    ) -> None:
+        """A tensor that the first source of a slice lacks would be left out without a word."""
+        extra = [rest for rest in theirs.get(layer, []) if rest not in known]
+        if extra:
+            what = f"{source.model} has also {prefix}.{layer}.{extra[0]}, which the first source of its slice lacks"
+            self._refuse(what, "merge layers of models that have the same base", source.model)
+
+    def idle_filters(self, tensors: Sequence[OutputTensor]) -> list[str]:
+        """Filters that fit no tensor, mistyped as a rule: faults in our recipes, remarks where mergekit ignores them."""
+        names = {t.planned.name for t in tensors} | {s.tensor for t in tensors for s in t.sources}
+        idle = [text for text in filters_in(self.recipe) if not any(text in name for name in names)]
+        told = [f"the filter '{text}' fits no tensor, so its value has no effect" for text in idle]
+        if self.recipe.merge != 1:
+            return told
+        for what in told:
+            self._refuse(what, f"write a part of a name, such as mlp or {min(names, key=len)}")
+        return []
 
     def _layers_exist(self, piece: OutputSlice, number: int) -> bool:
         found = True
@@ -360,7 +390,9 @@ class _Planner:
     def _check(self, name: str, settings: Settings) -> None:
         method = self.recipe.merge_method
         zero = (
-            method in ("linear", "karcher") and settings.normalize is not False and sum(settings.weight) == 0
+            method in ("linear", "karcher")
+            and settings.normalize is not False
+            and abs(sum(settings.weight)) <= _NO_SUM * sum(map(abs, settings.weight))
         )
         if zero and not any(
             " sum to zero" in fault.what for fault in self.faults
@@ -370,8 +402,10 @@ class _Planner:
         if method.startswith("della"):
             for density, epsilon in zip(settings.density, settings.epsilon, strict=True):
                 if 0 < density < 1 and not (epsilon < density < 1 - epsilon):
-                    what = f"density {density:g} ± epsilon {epsilon:g} of {name} leaves the range of probabilities"
-                    self._refuse(what, "choose a smaller epsilon")
+                    head = f"density {density:g} ± epsilon {epsilon:g}"
+                    if not any(fault.what.startswith(head) for fault in self.faults):
+                        what = f"{head} leaves the range of probabilities (the first such tensor: {name})"
+                        self._refuse(what, "choose a smaller epsilon")
 
     def _refuse(self, what: str, fix: str, where: str = "parameters") -> None:
         if len(self.faults) < 5:

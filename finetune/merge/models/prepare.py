@@ -11,7 +11,13 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.merge.companions import companion_bytes
-from finetune.merge.models.inputs import check_architectures, check_tensors, is_vocabulary, open_models
+from finetune.merge.models.inputs import (
+    MergeModel,
+    check_architectures,
+    check_tensors,
+    is_vocabulary,
+    open_models,
+)
 from finetune.merge.models.plan import MergePlan, plan_merge
 from finetune.merge.models.stream import CHUNK_ELEMENTS
 from finetune.merge.models.vocabulary import Vocabulary, align, check_same
@@ -39,6 +45,8 @@ def prepared(loaded: LoadedMerge) -> Iterator[MergePlan]:
         )
     models = open_models(names)
     try:
+        if recipe.slices is None:
+            _refuse_same_folder(models)
         base = next((model for model in models if model.id == recipe.base_model), models[0])
         source = recipe.tokenizer.source if recipe.tokenizer else recipe.tokenizer_source
         others = [model for model in models if model is not base]
@@ -64,6 +72,19 @@ def prepared(loaded: LoadedMerge) -> Iterator[MergePlan]:
     finally:
         for model in models:
             model.files.close()
+
+
+def _refuse_same_folder(models: list[MergeModel]) -> None:
+    """One folder under two names (a link, a slash at the end) would count twice."""
+    names: dict[Path, str] = {}
+    for model in models:
+        other = names.setdefault(model.folder.resolve(), model.id)
+        if other != model.id:
+            raise UserError(
+                f"{other} and {model.id} are the same folder",
+                why="a model that is merged with itself changes nothing",
+                fix="name different models, or the same one by the same name",
+            )
 
 
 def _names(recipe: MergeRecipe) -> list[str]:
@@ -106,7 +127,7 @@ class Costs:
 
 def costs(plan: MergePlan, out: Path, n_workers: int) -> Costs:
     """Bytes read, written and held, from the plan alone."""
-    parent = out.absolute().parent
+    parent = out.resolve().parent
     while not parent.exists():
         parent = parent.parent
     beside = companion_bytes(plan.base.folder, plan.tokenizer_model.folder)

@@ -43,8 +43,9 @@ def check_loads(folder: Path) -> float:
             raise UserError(
                 f"transformers would not load the merged model as it is: {len(layout.missing)} parameters without a tensor, "
                 f"{len(surplus)} tensors without a parameter, {len(wrong)} of other shapes, e.g. {faults[0]}",
-                why="the recipe puts layers or tensors together that make no model of this configuration",
-                fix="check slices and models of the recipe",
+                why="the models' files do not hold what their configuration names, or the recipe puts layers together that "
+                "make no model of it",
+                fix="check that the folders are complete, then slices and models of the recipe",
             )
         in_bf16 = all(entry.dtype == torch.bfloat16 for entry in files.entries.values())
         dtype = torch.bfloat16 if in_bf16 else torch.float32

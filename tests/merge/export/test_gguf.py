@@ -112,11 +112,32 @@ def test_a_weight_that_f16_cannot_hold_is_named(make: Make, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
 
 
+def test_nan_in_a_vector_and_names_without_a_prefix_are_told(make: Make, tmp_path: Path) -> None:
+    folder = make()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"output_norm\.weight holds nan"):
+        export_gguf(folder, tmp_path / "model.gguf")
+    bare = {name.removeprefix("model."): values for name, values in weights.items()}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"no tensor model\.embed_tokens\.weight"):
+        export_gguf(folder, tmp_path / "model.gguf")
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize(
     ("file", "change", "told"),
     [
         ("config.json", {"model_type": "gpt_neox"}, "type 'gpt_neox'"),
         ("config.json", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "scales its rotary"),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "its rotary",
+        ),
+        ("config.json", {"model_type": "qwen3", "head_dim": 16}, "128 numbers a head only"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "stored quantized"),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
         ("tokenizer.json", {"model": {"type": "Unigram", "vocab": []}}, "no byte-level BPE"),
     ],

@@ -413,3 +413,98 @@ def test_two_merges_do_not_write_one_folder(three: Three, recipe: Recipe, tmp_pa
             merge(recipe(**pair(three[1], three[2])), tmp_path / "out")
         (folder / "kept").write_text("x")
     assert (tmp_path / "out" / "kept").is_file()
+
+
+def test_weights_that_cancel_but_for_binary_rounding_sum_to_zero(
+    three: Three, recipe: Recipe, tmp_path: Path
+) -> None:
+    models = [
+        {"model": model, "parameters": {"weight": weight}}
+        for model, weight in zip(three, (0.1, 0.2, -0.3), strict=True)
+    ]
+    with pytest.raises(UserError, match="sum to zero"):
+        merge(recipe(merge_method="linear", models=models), tmp_path / "out")
+
+
+def test_a_window_of_probabilities_that_is_too_wide_is_told_once(
+    three: Three, recipe: Recipe, tmp_path: Path
+) -> None:
+    keys = ties(three) | {"merge_method": "della", "parameters": {"density": 0.1, "epsilon": 0.5}}
+    with pytest.raises(UserError) as raised:
+        merge(recipe(**keys), tmp_path / "out")
+    assert [fault.what.count("the first such tensor") for fault in raised.value.faults] == [1]
+
+
+def test_a_filter_that_fits_no_tensor_is_a_fault_in_ours_and_a_remark_in_mergekits(
+    three: Three, recipe: Recipe, tmp_path: Path
+) -> None:
+    base, one, two = three
+    weight = [{"filter": "mpl", "value": 0.8}, {"filter": "mlp", "value": 0.6}, {"value": 0.4}]
+    keys: dict[str, Any] = {
+        "merge_method": "task_arithmetic",
+        "base_model": base,
+        "models": [{"model": one, "parameters": {"weight": weight}}, {"model": two}],
+    }
+    with pytest.raises(UserError, match="the filter 'mpl' fits no tensor"):
+        merge(recipe(merge=1, **keys), tmp_path / "out")
+    done = merge(recipe(**keys), tmp_path / "out")
+    assert done.remarks == ["the filter 'mpl' fits no tensor, so its value has no effect"]
+
+
+def test_a_tensor_that_only_a_later_source_of_a_slice_has_is_named(
+    save: Save, tensors: Tensors, recipe: Recipe, tmp_path: Path
+) -> None:
+    extra = tensors(1) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(8)}
+    one, two = save("plain", 0), save("biased", extra)
+    sources = [{"model": model, "layer_range": [0, 3]} for model in (one, two)]
+    keys = {"merge_method": "slerp", "base_model": one, "slices": [{"sources": sources}]}
+    with pytest.raises(UserError, match=r"biased has also model\.layers\.1\.self_attn\.q_proj\.bias"):
+        merge(recipe(**keys, parameters={"t": 0.5}), tmp_path / "out")
+
+
+def test_one_folder_under_two_names_is_refused(three: Three, recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(three[1])
+    for again in (tmp_path / "link", f"{three[1]}/"):
+        models = [{"model": three[1]}, {"model": again}]
+        with pytest.raises(UserError, match="are the same folder"):
+            merge(recipe(merge_method="linear", models=models), tmp_path / "out")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_as_output_folder_is_followed(
+    three: Three, recipe: Recipe, tmp_path: Path, exists: bool
+) -> None:
+    target, link = tmp_path / "big-disk", tmp_path / "link"
+    if exists:
+        target.mkdir()
+    link.symlink_to(target)
+    merge(recipe(**ties(three)), link)
+    assert link.is_symlink() and (target / "model.safetensors").is_file()
+    assert not list(tmp_path.glob(".*merging*"))
+
+
+def test_a_folder_that_was_filled_meanwhile_is_not_written_into(
+    three: Three, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write = execute.ModelMerger.write
+
+    def fill(*given: Any) -> Any:
+        out.mkdir()
+        (out / "theirs").write_text("x")
+        return write(*given)
+
+    monkeypatch.setattr(execute.ModelMerger, "write", fill)
+    with pytest.raises(UserError, match="holds files already"):
+        merge(recipe(**ties(three)), out)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+
+
+def test_damaged_descriptions_of_a_model_are_not_to_be_deleted(
+    three: Three, recipe: Recipe, tmp_path: Path
+) -> None:
+    for text in ("{bad", "[]"):
+        (three[1] / "config.json").write_text(text)
+        with pytest.raises(UserError) as raised:
+            merge(recipe(**ties(three)), tmp_path / "out")
+        assert "copy or download" in raised.value.faults[0].fix
