@@ -82,7 +82,8 @@ class RunContext:
             raise UserError(
                 "new tokens cannot be added to an adapter that is trained already",
                 where="model.new_tokens",
-                fix="add them in the run that adapter.start names, or leave out adapter.start",
+                why="those that its own run added come with it",
+                fix="leave out model.new_tokens (an empty list in a recipe that extends another one), or leave out adapter.start",
             )
         tokenizer = load_tokenizer(self.inputs.source)
         return TunedTokens(tokenizer, add_new_tokens(tokenizer, names))
