@@ -105,6 +105,8 @@ def test_every_step_tells_how_the_weights_moved_and_on_what(recipe: Any, train: 
     assert all(step["grad_norm"] > step["grad_norm_clipped"] for step in steps)
     (start,) = events_of(folder, "start")
     (end,) = events_of(folder, "end")
+    assert start["setting"]["method"] == "sft" and start["setting"]["adapter"] == recipe.adapter.kind
+    assert start["setting"]["optimizer"] == recipe.train.optimizer and "parameters" in start["setting"]
     assert start["total_steps"] == len(steps) == end["step"] == end["total_steps"]
     per_pass = start["examples"]
     assert [step["data_position"] for step in steps] == [*range(1, per_pass + 1)] * 2
