@@ -124,6 +124,14 @@ class ExactTrainer(CheckpointingTrainer):
         sharing = Sharing(rank, n_ranks, micro, self.settings.packing)
         return SharedLoader(dataset, SharedWindows(self.windows.examples, sharing), self.data_collator)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """One pass over the rows; none after the last step, of which transformers trains one more when it resumes there in
+        the middle of an epoch."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[Any, Any]:

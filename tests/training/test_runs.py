@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,27 @@ def test_model_dropout_reaches_the_model_and_resumes(
     _, plain, model = train(make_recipe(train__epochs=3, train__pack_tokens=192), name="plain")
     assert [e["loss"] for e in steps_of(plain)] != [e["loss"] for e in steps_of(whole)]
     assert model.config.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize("ramp", [None, {"steps": 3}], ids=["whole batches", "batch ramp"])
+def test_killed_between_the_last_step_and_the_result_it_takes_no_further_step(
+    ramp: Any, make_recipe: Any, train: Any
+) -> None:
+    """The last step is in the middle of an epoch, as with `max_steps` and broken numbers of epochs."""
+    recipe = make_recipe(
+        train__max_steps=2,
+        train__pack_tokens=96,
+        train__gradient_accumulation_steps=2,
+        train__batch_ramp=ramp,
+    )
+    _, folder, _ = train(recipe)
+    whole = digest_folder(folder / "adapter")
+    shutil.rmtree(folder / "adapter")
+    said: list[str] = []
+    result, _, _ = train(recipe, said=said)
+    assert any("continuing from checkpoint step-2 of 2 steps" in line for line in said)
+    assert digest_folder(folder / "adapter") == whole
+    assert result.steps == len(steps_of(folder)) == 2
 
 
 @pytest.mark.parametrize("kind", ["OPT", "GPTNeo", "GPT2", "Falcon"])
