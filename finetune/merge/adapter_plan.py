@@ -240,12 +240,11 @@ def _vocabulary(
         if not _is_embedding(layout, parameter):
             continue
         edit = edits.get(parameter, NO_EDIT)
-        entry = (
-            adapter.files.entries[edit.own]
-            if edit.own
-            else base.entries[layout.stored[layout.canonical(parameter)]]
-        )
-        rows[parameter] = entry.n_rows
+        stored = layout.stored.get(layout.canonical(parameter))
+        if edit.own:
+            rows[parameter] = adapter.files.entries[edit.own].n_rows
+        elif stored is not None:  # transformers renames the heads of some models while loading
+            rows[parameter] = base.entries[stored].n_rows
     if len(set(rows.values())) > 1:
         raise UserError(
             f"input and output embedding would have different numbers of rows: {rows}",

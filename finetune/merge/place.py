@@ -50,9 +50,9 @@ def refuse_small_disk(out: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < n_bytes:
         raise UserError(
-            f"the merged model needs {format_bytes(n_bytes)}, {parent} has {format_bytes(free)} free",
+            f"the result needs {format_bytes(n_bytes)}, {parent} has {format_bytes(free)} free",
             where="--out",
-            fix="free some space, choose another disk with --out, or merge with --dtype bf16",
+            fix="free some space, or choose another disk with --out",
         )
 
 

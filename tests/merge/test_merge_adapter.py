@@ -315,3 +315,16 @@ def test_a_mixture_of_experts_is_merged_where_its_tensors_are_stored_one_to_one(
     pair = make_pair(model=MixtralForCausalLM(config))
     merge(pair, tmp_path / "out", dtype="fp32")
     assert (logits_of(tmp_path / "out") - logits_of(pair.model)).abs().max() < 1e-5
+
+
+def test_a_head_that_transformers_renames_while_loading_is_kept(
+    tmp_path: Path, make_pair: Callable[..., Any], logits_of: Callable[..., torch.Tensor]
+) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=259, max_position_embeddings=256, **sizes))
+    pair = make_pair(model=model, target_modules=["query_key_value"])
+    merge_adapter(resolve_model(str(pair.base)), pair.adapter, tmp_path / "out", dtype="fp32")
+    assert (logits_of(tmp_path / "out") - logits_of(pair.model)).abs().max() < 1e-5

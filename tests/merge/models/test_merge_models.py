@@ -368,7 +368,7 @@ def test_a_used_folder_and_a_small_disk_are_refused(
     with pytest.raises(UserError, match="holds weights already"):
         merge(recipe(**pair(one, two)), one)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    refused(recipe(**pair(one, two)), tmp_path / "out", "the merged model needs")
+    refused(recipe(**pair(one, two)), tmp_path / "out", "the result needs")
 
 
 def test_a_merge_that_equals_a_parent_is_refused(three: Three, recipe: Recipe, tmp_path: Path) -> None:
