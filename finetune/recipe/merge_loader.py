@@ -132,6 +132,16 @@ def _check_inputs(recipe: MergeRecipe, refuse: Refuse) -> None:
     low, high = rule.n_models
     groups: list[tuple[Key, list[str], str | None]] = []
     if recipe.models is not None:
+        listed = recipe.base_model in (None, *(entry.model for entry in recipe.models))
+        counts = (
+            recipe.merge_method == "linear" and recipe.spoken == "mergekit"
+        )  # karcher has no weights there
+        if counts and not listed and recipe.parameters.weight is None:
+            refuse(
+                ("base_model",),
+                "mergekit counts the base_model among the models of linear, and it has no weight here",
+                fix="list it under models with a weight, or leave base_model out",
+            )
         groups.append((("models",), [entry.model for entry in recipe.models], recipe.base_model))
     for i, piece in enumerate(recipe.slices or []):
         names = [source.model for source in piece.sources]
