@@ -38,7 +38,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from finetune.data.pair_tokens import Answer, AnsweredPrompt
 from finetune.model.adapters import attach_adapter, trainables_to_fp32
 from finetune.model.attention import register_document_attention
-from finetune.model.fast_lora import speed_up_lora
+from finetune.model.fast import speed_up
 from finetune.model.memory import release_memory
 from finetune.model.quantization import disable_cpu_repacking
 from finetune.plan.memory import forecast_training
@@ -330,7 +330,7 @@ def our_trainer(cell: Cell, recompute: bool) -> Any:
         trainer: Any = ExactSftTrainer(args=arguments, train_dataset=_packs(cell), **options)
         trainables_to_fp32(model)
         if keeps_in_place_products(recipe.train):
-            speed_up_lora(model)
+            speed_up(model)
         return trainer
     arguments = DPOConfig(**shared_arguments(recipe, cell.steps, folder, validates=False), max_length=None)
     arguments.save_strategy = "no"

@@ -31,7 +31,7 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.model.adapters import attach_adapter
 from finetune.model.attention import register_document_attention
-from finetune.model.fast_lora import speed_up_lora
+from finetune.model.fast import speed_up
 from finetune.model.load import load_model, load_tokenizer
 from finetune.model.source import resolve_model
 from finetune.recipe.resolve import load_recipe
@@ -111,7 +111,7 @@ def ours(source: Any, rows: Rows, options: argparse.Namespace) -> ExactSftTraine
     register_document_attention()
     model = load_model(source, dtype=options.dtype, attention="document")
     model = attach_adapter(model, recipe.adapter, seed=1)
-    speed_up_lora(model)
+    speed_up(model)
     packs = [
         {
             "input_ids": [token for row in pack for token in row["input_ids"]],

@@ -16,31 +16,48 @@ import torch
 from torch import Tensor, nn
 
 
+def lora_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """(W x + bias + scaling · B A x [N, O], scaling · A x [N, r]), in the type of the weight."""
+    out = nn.functional.linear(x, weight, bias)
+    reduced = (x @ a.to(weight.dtype).T).mul_(scaling)
+    return out.addmm_(reduced, b.to(weight.dtype).T), reduced
+
+
+def lora_gradients(
+    gradient: Tensor, reduced: Tensor, a: Tensor, b: Tensor, x: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of scaling · A x [N, r], of A, of B) from that of the result [N, O]."""
+    gradient_b = (gradient.T @ reduced).to(b.dtype)
+    gradient_reduced = (gradient @ b.to(gradient.dtype)).mul_(scaling)
+    return gradient_reduced, (gradient_reduced.T @ x).to(a.dtype), gradient_b
+
+
 class _LoraProduct(torch.autograd.Function):
-    """x [N, K], weight [O, K], bias [O] or None, A [r, K], B [O, r] -> [N, O]; the weight is frozen."""
+    """x [N, K], weight [O, K], bias [O] or None, A [r, K], B [O, r] -> [N, O]; the weight is frozen.
+
+    The adapter's matrices are kept as they are, not as copies in the type of the weight: those of a whole model are as
+    large as the activations of some thirty tokens.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        a_cast, b_cast = a.to(weight.dtype), b.to(weight.dtype)
-        out = nn.functional.linear(x, weight, bias)
-        reduced = (x @ a_cast.T).mul_(scaling)
-        out.addmm_(reduced, b_cast.T)
-        ctx.save_for_backward(x, weight, a_cast, b_cast, reduced)
-        ctx.scaling, ctx.adapter_dtype = scaling, a.dtype
+        out, reduced = lora_product(x, weight, bias, a, b, scaling)
+        ctx.save_for_backward(x, weight, a, b, reduced)
+        ctx.scaling = scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, reduced = ctx.saved_tensors
         gradient = upstream[0]
-        gradient_reduced = (gradient @ b).mul_(ctx.scaling)
-        gradient_b = (gradient.T @ reduced).to(ctx.adapter_dtype)
-        gradient_a = (gradient_reduced.T @ x).to(ctx.adapter_dtype)
+        gradient_reduced, gradient_a, gradient_b = lora_gradients(gradient, reduced, a, b, x, ctx.scaling)
         gradient_x = None
         if ctx.needs_input_grad[0]:
-            gradient_x = (gradient @ weight).addmm_(gradient_reduced, a)
+            gradient_x = (gradient @ weight).addmm_(gradient_reduced, a.to(weight.dtype))
         return gradient_x, None, None, gradient_a, gradient_b, None
 
 
@@ -67,6 +84,17 @@ def restore_lora(model: nn.Module) -> None:
             module.__dict__.pop("forward", None)
 
 
+def active_product(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+    """(weight, bias, A, B, scaling) of a layer whose fused pass would be taken now; None where PEFT's own is."""
+    if getattr(layer.__dict__.get("forward"), "__func__", None) is not _forward:
+        return None
+    names = layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
+        return None
+    base, name = layer.base_layer, names[0]
+    return base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+
+
 def _is_plain(layer: Any) -> bool:
     base = layer.base_layer
     names = list(layer.lora_A)
@@ -84,25 +112,10 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    names = self.active_adapters
-    if (
-        self.disable_adapters
-        or self.merged
-        or len(names) != 1
-        or args
-        or kwargs
-        or names[0] not in self.lora_A
-    ):
+    product = active_product(self)
+    if product is None or args or kwargs:
         return type(self).forward(self, x, *args, **kwargs)
-    base, name = self.base_layer, names[0]
-    flat = x.reshape(-1, x.shape[-1]).to(base.weight.dtype)
+    flat = x.reshape(-1, x.shape[-1]).to(product[0].dtype)
     with torch.autocast(x.device.type, enabled=False):
-        out = _LoraProduct.apply(  # type: ignore[no-untyped-call]
-            flat,
-            base.weight,
-            base.bias,
-            self.lora_A[name].weight,
-            self.lora_B[name].weight,
-            self.scaling[name],
-        )
+        out = _LoraProduct.apply(flat, *product)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)

@@ -6,7 +6,8 @@ stream. Every line is compared with the tensors that autograd really saves in te
 
 What is kept follows from what is trained. A frozen matrix keeps no input; an adapter beside it does. Plain LoRA shares the
 input with whoever reads the same tensor. With DoRA, dropout, or (on CPUs) 4-bit weights each adapter keeps a cast copy of
-its own under autocast, because PEFT converts the input to the adapter's fp32 first.
+its own under autocast, because PEFT converts the input to the adapter's fp32 first. Norms with a frozen weight and gated
+MLPs keep what finetune/model/fast_norm.py and fast_mlp.py say, where these run: not with selective checkpointing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from finetune.plan.architecture import Architecture, LinearShape
 
 Attention = Literal["document", "sdpa", "eager"]
 
-# The head is applied to this many targets at a time (finetune/training/losses.py), so logits never outlive a chunk.
-HEAD_CHUNK_TARGETS = 512
+# The head is applied to this many targets at a time (finetune/training/losses.py), so logits never outlive a chunk: over a
+# frozen head on CPUs, and elsewhere.
+HEAD_CHUNK_TARGETS_ON_CPU, HEAD_CHUNK_TARGETS = 128, 512
 
-# fp32 tensors of a chunk's logits that are alive together. A frozen head takes its gradient in the forward pass: the
-# logits and the exponential inside logsumexp. A trained head is recomputed: log-probabilities, their gradient and that of
-# the logits. Logits that the model bends after the head (soft capping, scaling) are built whole, and likewise.
-_FROZEN_HEAD_TENSORS = 2
+# fp32 tensors of a chunk's logits that are alive together. A trained head is recomputed: log-probabilities, their gradient
+# and that of the logits. Logits that the model bends after the head (soft capping, scaling) are built whole, and likewise.
+# A frozen head takes its gradient in the forward pass, over one tensor in fp32 and one in the compute type.
 _TRAINED_HEAD_TENSORS = 3
 
 
@@ -35,6 +36,8 @@ class Tuning:
     `kind` is what is trained, `autocast` whether fp32 trainables compute in a smaller type, `quantized` whether the base
     matrices are quantized, `adapted` the matrices with an adapter (empty for full tuning). Dropout keeps a byte an element
     on CUDA; on CPU it keeps its scaled noise in the type of its input, and attention with dropout is not fused there.
+    `fused` is whether the passes of finetune/model/fast.py run where they can, `plain_adapters` whether the adapters are
+    LoRA's and not another kind whose activations only lie like them.
     """
 
     kind: Literal["lora", "dora", "none"]
@@ -45,6 +48,8 @@ class Tuning:
     dropout: bool = False
     adapted: tuple[LinearShape, ...] = ()
     on_cpu: bool = True
+    fused: bool = True
+    plain_adapters: bool = True
 
     @property
     def stream_bytes(self) -> int:
@@ -105,18 +110,19 @@ def head_bytes(architecture: Architecture, tuning: Tuning, n_targets: int, n_tok
     if architecture.bent_logits:
         whole = n_tokens * vocabulary * c
         return whole + n_targets * vocabulary * (4 * _TRAINED_HEAD_TENSORS + c)
-    n_chunk = min(n_targets, HEAD_CHUNK_TARGETS)
     if tuning.kind == "none":
+        n_chunk = min(n_targets, HEAD_CHUNK_TARGETS)
         n_gradients = 2 if n_targets > HEAD_CHUNK_TARGETS else 1  # the sum so far and the chunk's own
         weight_gradient = n_gradients * 4 * architecture.head_parameters
         return n_chunk * vocabulary * 4 * _TRAINED_HEAD_TENSORS + weight_gradient + n_targets * hidden * 4
-    return n_chunk * vocabulary * 4 * _FROZEN_HEAD_TENSORS + 2 * n_targets * hidden * c
+    return _frozen_chunk_bytes(architecture, tuning, n_targets) + 2 * n_targets * hidden * c
 
 
 def unlearnt_head_bytes(architecture: Architecture, tuning: Tuning, n_targets: int, n_tokens: int) -> int:
-    """Transient bytes of the head and the loss without gradients: a chunk's logits in fp32, and as much inside their sum.
+    """Transient bytes of the head and the loss without gradients: a chunk's logits in fp32 and in the compute type.
 
-    Logits that the model bends are built whole, once in the compute type and twice in fp32.
+    Those of a head that is trained are there with their log-softmax. Logits that the model bends are built whole, once in
+    the compute type and twice in fp32.
     """
     if architecture.bent_logits:
         return (
@@ -124,7 +130,16 @@ def unlearnt_head_bytes(architecture: Architecture, tuning: Tuning, n_targets: i
             + n_targets * architecture.vocabulary * 8
         )
     hidden = n_targets * architecture.hidden * tuning.compute_bytes
-    return min(n_targets, HEAD_CHUNK_TARGETS) * architecture.vocabulary * 8 + hidden
+    if tuning.kind == "none":
+        return min(n_targets, HEAD_CHUNK_TARGETS) * architecture.vocabulary * 8 + hidden
+    return _frozen_chunk_bytes(architecture, tuning, n_targets) + hidden
+
+
+def _frozen_chunk_bytes(architecture: Architecture, tuning: Tuning, n_targets: int) -> int:
+    """Logits of a chunk over a frozen head: in fp32, and in the compute type before and after."""
+    chunk = HEAD_CHUNK_TARGETS_ON_CPU if tuning.on_cpu else HEAD_CHUNK_TARGETS
+    each = 4 if tuning.compute_bytes == 4 else 4 + tuning.compute_bytes
+    return min(n_targets, chunk) * architecture.vocabulary * each
 
 
 def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: int) -> int:
@@ -135,19 +150,29 @@ def layer_backward_bytes(architecture: Architecture, tuning: Tuning, n_tokens: i
 
 
 def _one_norm_bytes(architecture: Architecture, tuning: Tuning) -> int:
-    """A norm computes in fp32 and keeps its input so; when its weight is trained, also the normalised value."""
+    """A frozen norm keeps its input as it came and a number a token; else its input in fp32, and if its weight is trained
+    also the normalised value."""
     if architecture.norm_has_bias:  # LayerNorm is one kernel that keeps its input as it came
         on_cuda_fp32 = (
             tuning.autocast and not tuning.on_cpu
         )  # CUDA's autocast runs it in fp32, the CPU's does not
         return architecture.hidden * (4 if on_cuda_fp32 else tuning.stream_bytes)
+    if _slim_norms(tuning):
+        return architecture.hidden * tuning.stream_bytes + 4
     trained = tuning.stream_bytes if tuning.kind == "none" else 0
     return architecture.hidden * (4 + trained)
 
 
+def _slim_norms(tuning: Tuning) -> bool:
+    return tuning.fused and tuning.kind != "none"
+
+
 def _norm_bytes(architecture: Architecture, tuning: Tuning) -> int:
     total = architecture.norms_per_layer * _one_norm_bytes(architecture, tuning)
-    if architecture.qk_norm != "none":
+    if architecture.qk_norm != "none" and _slim_norms(tuning):
+        n_scales = architecture.n_heads + architecture.n_kv_heads if architecture.qk_norm == "per_head" else 2
+        total += (architecture.query_width + architecture.kv_width) * tuning.compute_bytes + 4 * n_scales
+    elif architecture.qk_norm != "none":
         kept = 4 if architecture.fp32_norm_weight else tuning.compute_bytes
         trained = kept if tuning.kind == "none" else 0
         total += (architecture.query_width + architecture.kv_width) * (4 + trained)
@@ -172,11 +197,26 @@ def _attention_bytes(architecture: Architecture, tuning: Tuning, attention: Atte
 
 
 def _mlp_bytes(architecture: Architecture, tuning: Tuning) -> int:
-    """Gate before and after the activation, and the other branch; without a gate the activation's input."""
+    """The gate and the other branch, and the activation where it is not fused; without a gate the activation's input."""
     width = architecture.intermediate * tuning.compute_bytes
     if architecture.gated:
-        return 3 * width
+        return 2 * width if _slim_gates(architecture, tuning) else 3 * width
     return width if architecture.fused_activation else 4 * width
+
+
+def _slim_gates(architecture: Architecture, tuning: Tuning) -> bool:
+    """Whether finetune/model/fast_mlp.py takes the MLP over: not one whose branches are one matrix."""
+    return tuning.fused and architecture.gated and not architecture.fused_projections
+
+
+def fuses_adapters(architecture: Architecture, tuning: Tuning) -> bool:
+    """Whether finetune/model/fast_lora.py takes the adapters over: plain LoRA on plain matrices, without dropout."""
+    return (
+        tuning.fused
+        and tuning.plain_adapters
+        and tuning.kind == "lora"
+        and not (tuning.dropout or tuning.quantized or architecture.transposed_matrices)
+    )
 
 
 def _input_bytes(architecture: Architecture, tuning: Tuning, attention: AttentionPattern) -> int:
@@ -198,6 +238,8 @@ def _input_bytes(architecture: Architecture, tuning: Tuning, attention: Attentio
             continue
         seen.add(linear.reads)
         already_kept = linear.reads == "attention_output" and attention.kind != "eager"
+        if linear.reads == "mlp_middle" and fuses_adapters(architecture, tuning):
+            already_kept = _slim_gates(architecture, tuning)  # made again from the two branches
         if not already_kept:
             total += linear.n_in * c
     return total

@@ -15,6 +15,7 @@ from finetune.plan.activations import (
     AttentionPattern,
     Tuning,
     checkpoint_bytes,
+    fuses_adapters,
     head_bytes,
     layer_backward_bytes,
     layer_saved_bytes,
@@ -30,7 +31,7 @@ from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, m
 from finetune.plan.teacher import TeacherPlan, loss_bytes, runs_beside
 from finetune.plan.trained import DOUBLED_STARTS, trained_elements
 from finetune.plan.weights import forward_bytes, weight_terms
-from finetune.recipe.adapter_section import TARGETED, VIRTUAL_TOKENS
+from finetune.recipe.adapter_section import LOW_RANK, TARGETED, VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
 
 # The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
@@ -174,9 +175,15 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
     """How this recipe trains, in the terms that decide which tensors are kept."""
     section = recipe.adapter
     compute_bytes = BYTES_PER_ELEMENT[recipe.model.dtype]
+    fused = recipe.train.gradient_checkpointing != "selective"  # memory_saving.keeps_in_place_products
     if section.kind == "none":
         return Tuning(
-            "none", compute_bytes, autocast=compute_bytes < 4, quantized=False, on_cpu=device == "cpu"
+            "none",
+            compute_bytes,
+            autocast=compute_bytes < 4,
+            quantized=False,
+            on_cpu=device == "cpu",
+            fused=fused,
         )
     targeted = section.kind in TARGETED
     # Activations of VeRA and IA3 lie like LoRA's; kinds without matrices of their own keep none for them.
@@ -189,6 +196,8 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
         dropout=section.dropout > 0,
         adapted=adapted_linears(architecture, section.target_modules) if targeted else (),
         on_cpu=device == "cpu",
+        fused=fused,
+        plain_adapters=section.kind in LOW_RANK,
     )
 
 
@@ -255,9 +264,14 @@ def _in_heap(
     n_tokens: int,
     distinct_lengths: int | None,
 ) -> dict[str, int]:
-    """The worst moment on a CPU, with the holes of its heap."""
-    if recipe.train.gradient_checkpointing is True and worst == "loss":
+    """The worst moment on a CPU, with the holes of its heap.
+
+    Where layers are recomputed the holes are there at every moment, and what other moments take finds room in them.
+    """
+    if recipe.train.gradient_checkpointing is True and (worst == "loss" or tuning.kind != "none"):
+        sums = {name: sum(one.values()) for name, one in moments.items()}
         passing = moments["first backward layer"]["activations"] - moments["loss"]["activations"]
+        passing = max(passing, sums[worst] - sums["loss"])
         composed = max(_composed(tuning), default=0) if tuning.kind == "dora" else 0
         holes = recomputed_holes_bytes(architecture, tuning, n_tokens, passing, composed)
         return moments["loss"] | {"fragmentation": holes}
@@ -308,8 +322,11 @@ def _states(
 
 
 def _autocast_copies(architecture: Architecture, tuning: Tuning) -> int:
-    """Copies in the compute type that autocast makes of fp32 matrices, kept until their backward pass is through."""
-    if not tuning.autocast:
+    """Copies in the compute type that autocast makes of fp32 matrices, kept until their backward pass is through.
+
+    The fused passes of LoRA make them anew.
+    """
+    if not tuning.autocast or fuses_adapters(architecture, tuning):
         return 0
     if tuning.kind == "none":
         return architecture.linear_parameters * tuning.compute_bytes

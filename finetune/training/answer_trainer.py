@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from finetune.model.adapters import trainables_to_fp32
-from finetune.model.fast_lora import speed_up_lora
+from finetune.model.fast import speed_up
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_validation import losses_one_by_one, validate_answers
@@ -78,7 +78,7 @@ class AnswerTrainer(ExactTrainer):
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         trainables_to_fp32(self.model)
         if keeps_in_place_products(settings):
-            speed_up_lora(self.model)
+            speed_up(self.model)
         self.attention, self.compute_dtype = base.config._attn_implementation, base.dtype
         self.prepare_head(base)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapters import trainables_to_fp32
-from finetune.model.fast_lora import restore_lora, speed_up_lora
+from finetune.model.fast import restore, speed_up
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.arguments import count_steps
@@ -157,12 +157,12 @@ class BatchProbe(Bench):
         else:
             base.gradient_checkpointing_disable()
         if keeps_in_place_products(recipe.train):
-            speed_up_lora(self.model)
+            speed_up(self.model)
         else:
-            restore_lora(self.model)
+            restore(self.model)
 
     def close(self) -> None:
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         base.gradient_checkpointing_disable()
-        restore_lora(self.model)
+        restore(self.model)
         super().close()

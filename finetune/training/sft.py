@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapters import count_trainable, trainables_to_fp32
-from finetune.model.fast_lora import speed_up_lora
+from finetune.model.fast import speed_up
 from finetune.model.source import ModelSource
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
@@ -71,7 +71,7 @@ def train_sft(
     trainer.row_ids = [row.row_id for row in train_rows]
     trainables_to_fp32(model)  # TRL casts the adapters of a quantized model to bf16
     if keeps_in_place_products(settings):
-        speed_up_lora(model)
+        speed_up(model)
     return Session(
         trainer,
         recipe,

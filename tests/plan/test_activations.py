@@ -12,6 +12,7 @@ import pytest
 from finetune.plan.activations import (
     AttentionPattern,
     Tuning,
+    fuses_adapters,
     layer_saved_bytes,
     outside_saved_bytes,
 )
@@ -47,12 +48,13 @@ def built(model_type: str, **dropouts: float) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def adapt(model: Any, kind: str, dropout: float = 0.0) -> Any:
+def adapt(model: Any, kind: str, dropout: float = 0.0, *, fused: bool = True) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    from finetune.model.fast_lora import speed_up_lora
+    from finetune.model.fast import speed_up
 
     if kind == "none":
+        speed_up(model)
         return model
     config = LoraConfig(
         r=RANK,
@@ -66,7 +68,8 @@ def adapt(model: Any, kind: str, dropout: float = 0.0) -> Any:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    speed_up_lora(adapted)
+    if fused:
+        speed_up(adapted)
     return adapted.get_base_model()
 
 
@@ -115,7 +118,7 @@ def forecast_bytes(model: Any, tuning: Tuning, attention: str | AttentionPattern
 
 def copies_bytes(model: Any, tuning: Tuning) -> int:
     """What autocast's copies of fp32 parameters occupy: a term of its own in the forecast."""
-    if not tuning.autocast:
+    if not tuning.autocast or fuses_adapters(read_architecture(model.config.to_dict()), tuning):
         return 0
     trained = [
         p
@@ -143,8 +146,7 @@ def test_kept_tensors_are_those_that_autograd_saves(
     model.set_attn_implementation(attention)
     compute = torch.bfloat16 if dtype == "bf16" else torch.float32
     autocast = dtype == "bf16"
-    if kind != "none":
-        model = adapt(model.to(compute), kind)
+    model = adapt(model.to(compute) if kind != "none" else model, kind)
     architecture = read_architecture(model.config.to_dict())
     tuning = Tuning(
         kind,  # type: ignore[arg-type]
@@ -238,3 +240,47 @@ def test_adapter_dropout_keeps_its_noise_and_an_input_for_each_matrix() -> None:
     assert forecast_bytes(model, tuning, "sdpa") == pytest.approx(
         saved_bytes(model, autocast=False), rel=0.02, abs=SMALL_TENSOR_BYTES
     )
+
+
+def layer_bytes_per_token(recipe_keys: tuple[str, ...]) -> float:
+    from finetune.plan.builtin import BUILTIN_CONFIGS
+    from finetune.plan.memory import tuning_of
+    from finetune.recipe.resolve import load_recipe
+
+    architecture = read_architecture(BUILTIN_CONFIGS["smollm2-135m-instruct"])
+    tuning = tuning_of(load_recipe("sft/home_intents_lora", recipe_keys), architecture)
+    return layer_saved_bytes(architecture, tuning, AttentionPattern("document", 100), 100) / 100
+
+
+def test_without_the_fused_passes_the_models_own_tensors_are_counted() -> None:
+    hidden, middle, scales = 576, 1536, 2 * 4
+    fused = layer_bytes_per_token(())
+    own = layer_bytes_per_token(("train.gradient_checkpointing=selective",))
+    # Norms in fp32 in place of bf16, the activation of the gate, and the input of the down projection.
+    assert own - fused == 2 * hidden * 2 + 2 * middle * 2 - scales
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_models_whose_passes_are_their_own_keep_what_the_unfused_list_says(
+    model_type: str, kind: str
+) -> None:
+    import torch
+
+    from finetune.model.fast_lora import speed_up_lora
+
+    model = adapt(built(model_type).to(torch.bfloat16), kind, fused=False)
+    speed_up_lora(model)
+    architecture = read_architecture(model.config.to_dict())
+    tuning = Tuning(
+        kind,  # type: ignore[arg-type]
+        2,
+        autocast=True,
+        quantized=False,
+        rank=RANK,
+        adapted=architecture.layer_linears,
+        fused=False,
+    )
+    copies = copies_bytes(model, tuning) if kind == "dora" else 0  # LoRA's own pass makes none that stay
+    measured = saved_bytes(model, autocast=True) - copies
+    assert forecast_bytes(model, tuning, "sdpa") == pytest.approx(measured, rel=0.02, abs=SMALL_TENSOR_BYTES)

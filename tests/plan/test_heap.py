@@ -72,6 +72,7 @@ def test_a_validation_keeps_nothing_but_builds_logits_like_the_training() -> Non
     plain = forecast().moments_bytes
     bent = forecast(config={**CONFIG, "logit_scale": 0.5}).moments_bytes
     assert plain["validation"] < plain["loss"]
-    whole = 512 * CONFIG["vocab_size"] * 2  # all logits of the pack in bf16
-    hidden = 512 * CONFIG["hidden_size"] * 2
-    assert bent["validation"] == plain["validation"] + whole - hidden
+    vocabulary = CONFIG["vocab_size"]
+    whole = 512 * vocabulary * (2 + 8)  # all logits of the pack, in bf16 and twice in fp32
+    chunk = 128 * vocabulary * (2 + 4) + 512 * CONFIG["hidden_size"] * 2
+    assert bent["validation"] == plain["validation"] + whole - chunk

@@ -92,7 +92,8 @@ def test_qlora_of_a_70b_model() -> None:
 def test_reference_ranges_for_short_texts(
     config: dict[str, Any], sections: dict[str, Any], low: float, high: float
 ) -> None:
-    planned = recipe(train={"pack_tokens": 1280, "gradient_checkpointing": True}, **sections)
+    # How many tokens 'short' means is not said: 1,900 in a forward pass.
+    planned = recipe(train={"pack_tokens": 1900, "gradient_checkpointing": True}, **sections)
     assert low <= forecast_training(planned, config, device="cuda").total_bytes / GB <= high
 
 
