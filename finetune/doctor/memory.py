@@ -35,9 +35,17 @@ def read_room() -> Room:
     return Room(memory.total, memory.available + psutil.Process().memory_info().rss, "memory")
 
 
-def check_forecast(forecast: Forecast, room: Room, fit: Fit | None = None) -> Finding:
-    """Whether the forecast is below what the device has. `fit`: what to change when it is not."""
-    name, needed = "memory forecast", forecast.total_bytes
+def check_forecast(
+    forecast: Forecast,
+    room: Room,
+    fit: Fit | None = None,
+    *,
+    name: str = "memory forecast",
+    certain_bytes: int | None = None,
+) -> Finding:
+    """Whether the forecast is below what the device has. `fit`: what to change when it is not. `certain_bytes`: what is
+    needed in any case, where the forecast itself is an upper bound: only more of that than there is is a fault."""
+    needed = forecast.total_bytes
     largest = sorted(forecast.terms_bytes.items(), key=lambda term: -term[1])[:3]
     terms = ", ".join(f"{term.replace('_', ' ')} {format_bytes(size)}" for term, size in largest)
     said = f"{format_bytes(needed)} needed ({terms}), {format_bytes(room.available_bytes)} of {format_bytes(room.total_bytes)} {room.basis} free"
@@ -49,6 +57,12 @@ def check_forecast(forecast: Forecast, room: Room, fit: Fit | None = None) -> Fi
         + f" ({format_bytes(one.total_bytes)}, {one.note})"
         for one in suggestions[:3]
     )
+    if certain_bytes is not None and needed > room.total_bytes >= certain_bytes:
+        return warning(
+            name,
+            f"{said}: the longest prompts may not fit",
+            f"set {remedy}" if remedy else "ask less at once",
+        )
     if needed <= room.total_bytes:
         return warning(name, said, f"end other programs, or set {remedy}" if remedy else "end other programs")
     same = next((one for one in suggestions if one.fits and one.same_result), None)
@@ -62,13 +76,14 @@ def check_forecast(forecast: Forecast, room: Room, fit: Fit | None = None) -> Fi
 
 
 def check_probe(
-    peak_bytes: int, forecast_bytes: int, room: Room, n_tokens: int, seconds: float, n_steps: int
+    peak_bytes: int, forecast_bytes: int | None, room: Room, n_tokens: int, seconds: float, n_steps: int
 ) -> Finding:
-    """What one step on the longest batch took, against the forecast, and what it says of the whole run."""
+    """What one step on the longest batch took, against the forecast if any, and what it says of the whole run."""
     name = "longest batch"
     rate = n_tokens / seconds if seconds > 0 else 0.0
+    forecast = "" if forecast_bytes is None else f" (forecast {format_bytes(forecast_bytes)})"
     said = (
-        f"one step of {n_tokens:,} tokens took {format_bytes(peak_bytes)} (forecast {format_bytes(forecast_bytes)}) and "
+        f"one step of {n_tokens:,} tokens took {format_bytes(peak_bytes)}{forecast} and "
         f"{seconds:.1f} s ({rate:.0f} tokens/s); the run has {n_steps:,} steps"
     )
     if peak_bytes > room.available_bytes:
@@ -78,7 +93,7 @@ def check_probe(
             "set train.gradient_checkpointing: true, or a smaller train.micro_batch_size or train.pack_tokens",
             exit_code=ExitCode.WILL_NOT_FIT,
         )
-    if peak_bytes > (1 + _LARGEST_MISS) * forecast_bytes:
+    if forecast_bytes is not None and peak_bytes > (1 + _LARGEST_MISS) * forecast_bytes:
         return warning(name, f"{said}: more than forecast", "plan with what was measured")
     return ok(name, said)
 

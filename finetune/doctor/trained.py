@@ -25,8 +25,8 @@ _FORECAST_TOLERANCE = 0.01
 _SHOWN = 3
 
 
-def check_trained(recipe: Recipe, model: Any, forecast_elements: int) -> Finding:
-    """The trainable parameters of `model` against the adapter section and the number that the forecast counts on."""
+def check_trained(recipe: Recipe, model: Any, forecast_elements: int | None) -> Finding:
+    """The trainable parameters of `model` against the adapter section and the number that the forecast counts on, if any."""
     name, section = "trained part", recipe.adapter
     trained = trainable_parameters(model)
     n_trained = sum(parameter.numel() for parameter in trained.values())
@@ -62,7 +62,11 @@ def check_trained(recipe: Recipe, model: Any, forecast_elements: int) -> Finding
     said = f"{format_count(n_trained)} of {format_count(n_all)} parameters ({n_trained / n_all:.2%})"
     if section.kind in ("lora", "dora", "vera", "ia3"):
         said += " in " + ", ".join(f"{module} × {times}" for module, times in adapted_modules(model).items())
-    if _is_counted(recipe) and abs(n_trained - forecast_elements) > _FORECAST_TOLERANCE * forecast_elements:
+    if (
+        forecast_elements is not None
+        and _is_counted(recipe)
+        and abs(n_trained - forecast_elements) > _FORECAST_TOLERANCE * forecast_elements
+    ):
         return fault(
             name,
             f"{said}; the recipe's shapes make {format_count(forecast_elements)}",

@@ -67,7 +67,7 @@ class Trials:
         """Remove what was written."""
         self.kept.cleanup()
 
-    def probe(self, forecast_bytes: int, room: Room) -> Finding:
+    def probe(self, forecast_bytes: int | None, room: Room) -> Finding:
         """One whole optimizer step on the longest batch of the rows."""
         train = self.recipe.train
         places = longest_batch(

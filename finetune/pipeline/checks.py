@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,19 @@ from finetune.doctor.environment import (
     installed_versions,
     read_machine,
 )
-from finetune.doctor.finding import Finding, examine, faults_in
+from finetune.doctor.finding import Finding, examine, faults_in, warning
 from finetune.doctor.memory import Room, check_forecast, read_room
 from finetune.doctor.rates import check_rate
 from finetune.doctor.rows import check_rows, check_sides
 from finetune.doctor.tokens import check_tokens
 from finetune.errors import ExitCode, UserError
+from finetune.evaluation.suite import Suite
 from finetune.paths import runs_root
 from finetune.pipeline.methods import Split, longest_example, plain_rows
+from finetune.plan.architecture import NoMemoryModelError, read_architecture
 from finetune.plan.fits import Fit, fits
-from finetune.plan.forecast import Forecast
-from finetune.plan.memory import forecast_training
+from finetune.plan.forecast import Device, Forecast
+from finetune.plan.memory import forecast_generation, forecast_training
 from finetune.plan.teacher import TeacherPlan
 from finetune.recipe.schema import Recipe
 
@@ -36,19 +39,59 @@ from finetune.recipe.schema import Recipe
 _ROWS_LOOKED_AT = 256
 
 
-def forecast_here(
-    recipe: Recipe, config: Mapping[str, Any], rows: Split, teacher: TeacherPlan | None = None
-) -> Forecast:
-    """The memory forecast for this machine and the rows that there are; `teacher`: who would run beside the student."""
-    longest = recipe.train.pack_tokens if recipe.train.packing else longest_example(rows)
-    return forecast_training(
-        recipe,
-        config,
-        longest_pack_tokens=longest,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        teacher=teacher,
-    )
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """What a run will hold at its worst: while it trains, and while answers are written for the evaluation.
+
+    `of(recipe)` makes the pair anew for a changed recipe.
+    """
+
+    training: Forecast
+    evaluation: Forecast
+    of: Callable[[Recipe], Forecasts]
+
+
+def forecasts_here(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    rows: Split,
+    suites: Sequence[Suite],
+    teacher: TeacherPlan | None = None,
+) -> Forecasts | None:
+    """The memory forecasts for this machine and the rows that there are; `teacher`: who would run beside the student.
+
+    None for a model that no forecast is known for: it can be trained all the same.
+    """
+    longest_row = longest_example(rows)
+    longest = recipe.train.pack_tokens if recipe.train.packing else longest_row
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        training = forecast_training(
+            recipe,
+            config,
+            longest_pack_tokens=longest,
+            device=device,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            teacher=teacher,
+        )
+        # Baselines are answered by the base as it is on disk, whatever the training quantizes.
+        evaluation = forecast_generation(
+            config,
+            recipe.eval.batch_size,
+            min(longest_row, recipe.data.max_tokens),
+            max((suite.decoding.max_new_tokens for suite in suites), default=1),
+            recipe.eval.dtype,
+            device=device,
+        )
+    except NoMemoryModelError:
+        return None
+
+    def again(changed: Recipe) -> Forecasts:
+        found = forecasts_here(changed, config, rows, suites, teacher)
+        assert found is not None, "the model is the same"
+        return found
+
+    return Forecasts(training, evaluation, again)
 
 
 def environment_findings(dtype: str) -> Iterator[Finding]:
@@ -63,16 +106,17 @@ def environment_findings(dtype: str) -> Iterator[Finding]:
 def row_findings(
     recipe: Recipe,
     config: Mapping[str, Any],
-    forecast: Forecast,
+    forecasts: Forecasts | None,
     train: Sequence[Row],
     tokenised: Split,
     tokenizer: Any,
     *,
+    n_parameters: int,
     n_validation: int,
     n_added_tokens: int = 0,
-    teacher: TeacherPlan | None = None,
 ) -> Iterator[Finding]:
-    """What the rows, their tokens and the forecast show. `train` are the rows before they were tokenised."""
+    """What the rows, their tokens and the forecasts show. `train` are the rows before they were tokenised; `n_parameters`
+    those of the base."""
     vocabulary = _vocabulary(config) + n_added_tokens
     plain = plain_rows(tokenised)[:_ROWS_LOOKED_AT]
     if plain:
@@ -87,30 +131,51 @@ def row_findings(
     yield from examine(
         "data", "validation rows", lambda: check_sides(sides, recipe.train.validate_every_steps)
     )
-    yield from examine("recipe", "learning rate", lambda: check_rate(recipe, forecast.n_parameters))
-    keep = recipe.train.keep_checkpoints
-    yield from examine("environment", "disk", lambda: check_disk(runs_root(), forecast.n_trainable, keep))
+    yield from examine("recipe", "learning rate", lambda: check_rate(recipe, n_parameters))
+    if forecasts is None:
+        yield from examine("memory", "memory forecast", lambda: not_forecast(config))
+        return
+    keep, known = recipe.train.keep_checkpoints, forecasts
+    n_trainable = known.training.n_trainable
+    yield from examine("environment", "disk", lambda: check_disk(runs_root(), n_trainable, keep))
     room = read_room()
     yield from examine(
         "memory",
         "memory forecast",
-        lambda: check_forecast(forecast, room, _fit(recipe, config, forecast, tokenised, room, teacher)),
+        lambda: check_forecast(known.training, room, _fit(recipe, known, room, lambda one: one.training)),
+    )
+    yield from examine(
+        "memory",
+        "evaluation forecast",
+        lambda: check_forecast(
+            known.evaluation,
+            room,
+            _fit(recipe, known, room, lambda one: one.evaluation),
+            name="evaluation forecast",
+            certain_bytes=known.evaluation.terms_bytes["weights"] + known.evaluation.terms_bytes["process"],
+        ),
     )
 
 
+def not_forecast(config: Mapping[str, Any]) -> Finding:
+    """A model without a forecast, and why."""
+    try:
+        read_architecture(config)
+    except NoMemoryModelError as error:
+        (one,) = error.faults
+        return warning("memory forecast", one.what, one.fix)
+    raise AssertionError("a model that can be read has a forecast")
+
+
 def _fit(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    forecast: Forecast,
-    rows: Split,
-    room: Room,
-    teacher: TeacherPlan | None,
+    recipe: Recipe, forecasts: Forecasts, room: Room, choose: Callable[[Forecasts], Forecast]
 ) -> Fit | None:
-    """What would make it fit, worked out only when it does not."""
-    if forecast.total_bytes <= room.available_bytes:
+    """What would make it fit, worked out only when it does not; `choose`: the forecast that is meant."""
+    needed = choose(forecasts).total_bytes
+    if needed <= room.available_bytes:
         return None
-    limit = room.available_bytes if forecast.total_bytes <= room.total_bytes else room.total_bytes
-    return fits(forecast, limit, recipe, lambda candidate: forecast_here(candidate, config, rows, teacher))
+    limit = room.available_bytes if needed <= room.total_bytes else room.total_bytes
+    return fits(choose(forecasts), limit, recipe, lambda candidate: choose(forecasts.of(candidate)))
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int:

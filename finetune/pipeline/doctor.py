@@ -36,7 +36,7 @@ from finetune.model.source import resolve_model
 from finetune.paths import runs_root
 from finetune.pipeline.alignment import check_teacher
 from finetune.pipeline.before import tokenizer_before
-from finetune.pipeline.checks import environment_findings, forecast_here, row_findings
+from finetune.pipeline.checks import Forecasts, environment_findings, forecasts_here, row_findings
 from finetune.pipeline.decontaminate import suite_questions
 from finetune.pipeline.distil import teacher_plan
 from finetune.pipeline.generate import ensure_generated
@@ -44,7 +44,6 @@ from finetune.pipeline.inputs import RunInputs, gather_inputs
 from finetune.pipeline.methods import Split, plain_rows, tokenise_side, train_by_method
 from finetune.pipeline.preflight import check_packs, preflight
 from finetune.pipeline.trainable import load_base, load_to_train
-from finetune.plan.forecast import Forecast
 from finetune.recipe.resolve import read_recipe
 from finetune.recipe.schema import Recipe
 from finetune.training.branches import row_tokens
@@ -108,7 +107,14 @@ class Material:
     split: Split
     tokenizer: Any
     new: NewTokens
-    forecast: Forecast
+    forecasts: Forecasts | None
+
+    @property
+    def n_parameters(self) -> int:
+        """Those of the base."""
+        if self.forecasts is not None:
+            return self.forecasts.training.n_parameters
+        return self.inputs.source.n_parameters or 0
 
 
 def examine_recipe(path: str, overrides: Sequence[str] = (), *, fix: bool = False, say: Say) -> Examination:
@@ -166,13 +172,13 @@ def _cheap(path: str, overrides: Sequence[str], say: Say) -> tuple[list[Finding]
     findings += row_findings(
         recipe,
         inputs.config,
-        material.forecast,
+        material.forecasts,
         material.rows,
         material.split,
         material.tokenizer,
+        n_parameters=material.n_parameters,
         n_validation=int(material.build.manifest["splits"]["validation"]["rows"]),
         n_added_tokens=len(material.new.ids),
-        teacher=teacher_plan(inputs),
     )
     findings += examine("data", "leaks", lambda: check_leaks(check_build(material.build)))
     findings += examine("data", "contamination", lambda: check_contamination(material.contamination))
@@ -206,8 +212,8 @@ def gather_material(inputs: RunInputs, say: Say) -> tuple[Material, list[Finding
         new = add_new_tokens(tokenizer, recipe.model.new_tokens)
     rows = build.rows("train")[: recipe.data.max_train_rows]
     split, findings = _tokenise(inputs, rows, tokenizer)
-    forecast = forecast_here(recipe, inputs.config, split, teacher_plan(inputs))
-    return Material(inputs, built, contamination, suites, rows, split, tokenizer, new, forecast), findings
+    forecasts = forecasts_here(recipe, inputs.config, split, inputs.suites, teacher_plan(inputs))
+    return Material(inputs, built, contamination, suites, rows, split, tokenizer, new, forecasts), findings
 
 
 def _tokenise(inputs: RunInputs, rows: Sequence[Row], tokenizer: Any) -> tuple[Split, list[Finding]]:
@@ -291,14 +297,17 @@ def _trials(material: Material, say: Say) -> Iterator[Finding]:
 
     say("doctor: the model, one step on the longest batch")
     model = load_to_train(inputs, new_tokens=material.new, rows=plain_rows(material.split))
-    trials = Trials(recipe, model, rows, train, material.forecast.n_parameters)
+    trials = Trials(recipe, model, rows, train, material.n_parameters)
     del model  # so that the trials can let it go
     try:
-        n_trained = material.forecast.n_trainable
+        forecast = material.forecasts.training if material.forecasts is not None else None
+        n_trained = forecast.n_trainable if forecast is not None else None
         yield from examine("training", "trained part", lambda: check_trained(recipe, trials.model, n_trained))
         room = read_room()
         yield from examine(
-            "training", "longest batch", lambda: trials.probe(material.forecast.total_bytes, room)
+            "training",
+            "longest batch",
+            lambda: trials.probe(forecast.total_bytes if forecast is not None else None, room),
         )
         say("doctor: a training that is interrupted")
         yield from examine("training", "resume", trials.resume)
@@ -337,7 +346,7 @@ def _quick(material: Material, say: Say) -> Iterator[Finding]:
         yield from _left_out(names, f"measured for train.method sft, not for {inputs.recipe.train.method}")
         return
     room = read_room()
-    if _FP32_BYTES * material.forecast.n_parameters > _FP32_SHARE * room.available_bytes:
+    if _FP32_BYTES * material.n_parameters > _FP32_SHARE * room.available_bytes:
         yield from _left_out(names, "the weights in fp32 would take more than half of the memory")
         return
     say("doctor: accumulation and packing, in fp32")

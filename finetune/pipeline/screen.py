@@ -97,6 +97,10 @@ def _rows(manifest: dict[str, Any]) -> str:
 
 def _memory(forecast: dict[str, Any]) -> str:
     used = forecast.get("used_peak_bytes")
+    if not forecast["total_bytes"]:
+        return (
+            f"no forecast for this model, used {format_bytes(used)}" if used else "no forecast for this model"
+        )
     if not used:
         return f"forecast {format_bytes(forecast['total_bytes'])}, use not measured"
     ratio = forecast["total_bytes"] / used

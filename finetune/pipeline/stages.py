@@ -29,7 +29,7 @@ from finetune.model.new_tokens import NewTokens, add_new_tokens
 from finetune.paths import disk_faults, read_json, write_json
 from finetune.pipeline.baseline_store import fetch_baseline
 from finetune.pipeline.before import load_before, tokenizer_before
-from finetune.pipeline.checks import environment_findings, forecast_here, row_findings, tell
+from finetune.pipeline.checks import environment_findings, forecasts_here, row_findings, tell
 from finetune.pipeline.decontaminate import contaminated_line, suite_questions
 from finetune.pipeline.distil import compare_with_teacher, teacher_plan, teaching, teaching_key
 from finetune.pipeline.inputs import RunInputs
@@ -51,6 +51,8 @@ from finetune.telemetry.progress import Progress
 from finetune.training.processes import TRAIN, join_processes, leave_processes
 
 _CANARY_PROMPTS = 2
+# forecast.json of a model that no forecast is known for: what it used is written into it all the same.
+NOT_FORECAST: dict[str, Any] = {"terms_bytes": {}, "total_bytes": None, "used_peak_bytes": None}
 
 
 @dataclass(frozen=True)
@@ -194,21 +196,24 @@ def check_stage(context: RunContext, rows: TrainingRows) -> None:
     depends_on = {"recipe": context.inputs.digest, "rows": rows.digest}
 
     def work(outputs: list[Path]) -> None:
-        teacher = teacher_plan(context.inputs)
-        forecast = forecast_here(recipe, context.inputs.config, rows.train, teacher)
-        write_json(context.folder / "forecast.json", forecast.to_dict())
+        inputs = context.inputs
+        forecasts = forecasts_here(recipe, inputs.config, rows.train, inputs.suites, teacher_plan(inputs))
+        forecast = forecasts.training if forecasts is not None else None
+        evaluation = {} if forecasts is None else {"evaluation": forecasts.evaluation.to_dict()}
+        told = NOT_FORECAST if forecast is None else forecast.to_dict()
+        write_json(context.folder / "forecast.json", {**told, **evaluation})
         findings = [
             *environment_findings(recipe.model.dtype),
             *row_findings(
                 recipe,
-                context.inputs.config,
-                forecast,
+                inputs.config,
+                forecasts,
                 context.source_rows(),
                 rows.train,
                 context.tuned.tokenizer,
+                n_parameters=forecast.n_parameters if forecast else inputs.source.n_parameters or 0,
                 n_validation=len(rows.validation.rows),
                 n_added_tokens=len(context.tuned.new.ids),
-                teacher=teacher,
             ),
         ]
         write_json(context.folder / "checks.json", {"findings": [one.to_dict() for one in findings]})

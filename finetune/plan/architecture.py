@@ -7,12 +7,18 @@ Granite, SmolLM3), and GPT-2. The parameter counts are compared with built model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finetune.errors import UserError, did_you_mean
 
+MEASURE_INSTEAD = "`finetune run` trains it all the same; `finetune doctor` runs one step on its longest batch and tells what that takes"
+
 QkNorm = Literal["none", "per_head", "full_width"]
+
+
+class NoMemoryModelError(UserError):
+    """Nothing can be forecast for this configuration; training it is another matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +133,31 @@ class _Family:
     norms_per_layer: int = 2
     qk_norm: QkNorm = "none"
     fused_projections: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)  # of what a file may leave out
 
 
 _FAMILIES: dict[str, _Family] = {
     "llama": _Family(attention_bias="from_config", mlp_bias_from_config=True),
-    "mistral": _Family(),
-    "qwen2": _Family(attention_bias="qkv"),
-    "qwen3": _Family(attention_bias="from_config", qk_norm="per_head", default_head_size=128),
-    "gemma": _Family(attention_bias="from_config", tied_by_default=True, default_head_size=256),
+    "mistral": _Family(defaults={"num_key_value_heads": 8}),
+    "qwen2": _Family(attention_bias="qkv", defaults={"num_key_value_heads": 32}),
+    "qwen3": _Family(
+        attention_bias="from_config",
+        qk_norm="per_head",
+        default_head_size=128,
+        defaults={"num_key_value_heads": 32},
+    ),
+    "gemma": _Family(
+        attention_bias="from_config",
+        tied_by_default=True,
+        default_head_size=256,
+        defaults={"num_key_value_heads": 16},
+    ),
     "gemma2": _Family(
-        attention_bias="from_config", tied_by_default=True, default_head_size=256, norms_per_layer=4
+        attention_bias="from_config",
+        tied_by_default=True,
+        default_head_size=256,
+        norms_per_layer=4,
+        defaults={"num_key_value_heads": 4, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": _Family(
         attention_bias="from_config",
@@ -144,11 +165,17 @@ _FAMILIES: dict[str, _Family] = {
         default_head_size=256,
         norms_per_layer=4,
         qk_norm="per_head",
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208},
     ),
     "phi3": _Family(fused_projections=True),
     "olmo2": _Family(attention_bias="from_config", qk_norm="full_width"),
     "granite": _Family(attention_bias="from_config", mlp_bias_from_config=True),
-    "smollm3": _Family(attention_bias="from_config", mlp_bias_from_config=True, tied_by_default=True),
+    "smollm3": _Family(
+        attention_bias="from_config",
+        mlp_bias_from_config=True,
+        tied_by_default=True,
+        defaults={"num_key_value_heads": 4},
+    ),
 }
 _LOGIT_BENDERS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 KNOWN_MODEL_TYPES = tuple(sorted([*_FAMILIES, "gpt2"]))
@@ -157,8 +184,12 @@ KNOWN_MODEL_TYPES = tuple(sorted([*_FAMILIES, "gpt2"]))
 def read_architecture(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
     """Shapes from a parsed config.json; a multimodal one is read by its `text_config`.
 
-    Raises UserError for a model type that is not covered (a wrong forecast is worse than none), and for a missing key.
+    Raises NoMemoryModelError for a model type that is not covered (a wrong forecast is worse than none), and for a missing key.
     """
+    if not isinstance(config, Mapping):
+        raise NoMemoryModelError(
+            "it holds no keys with values", where=where, fix="take config.json from the model's own folder"
+        )
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = text
@@ -166,21 +197,23 @@ def read_architecture(config: Mapping[str, Any], *, where: str = "config.json") 
     if model_type == "gpt2":
         return _read_gpt2(config, where)
     if model_type not in _FAMILIES:
-        raise UserError(
+        raise NoMemoryModelError(
             f"no memory model for model_type '{model_type}'",
             where=where,
-            why="its layers would have to be guessed, and a guessed forecast is worse than none",
-            fix=did_you_mean(model_type, KNOWN_MODEL_TYPES),
+            why="its layers would have to be guessed, and a guessed forecast is worse than none; "
+            f"known: {', '.join(KNOWN_MODEL_TYPES)}",
+            fix=MEASURE_INSTEAD,
         )
     return _read_llama_like(config, model_type, _FAMILIES[model_type], where)
 
 
 def _read_llama_like(config: Mapping[str, Any], model_type: str, family: _Family, where: str) -> Architecture:
+    config = {**family.defaults, **config}
     hidden = _size(config, "hidden_size", where)
     intermediate = _size(config, "intermediate_size", where)
     n_heads = _size(config, "num_attention_heads", where)
-    n_kv_heads = int(config.get("num_key_value_heads") or n_heads)
-    head_size = int(config.get("head_dim") or family.default_head_size or hidden // n_heads)
+    n_kv_heads = _size_or(config, "num_key_value_heads", n_heads, where)
+    head_size = _size_or(config, "head_dim", family.default_head_size or hidden // n_heads, where)
     qkv_bias = family.attention_bias == "qkv" or (
         family.attention_bias == "from_config" and bool(config.get("attention_bias", False))
     )
@@ -214,7 +247,7 @@ def _read_llama_like(config: Mapping[str, Any], model_type: str, family: _Family
         head_size=head_size,
         n_layers=_size(config, "num_hidden_layers", where),
         vocabulary=_size(config, "vocab_size", where),
-        max_positions=int(config.get("max_position_embeddings") or 2048),
+        max_positions=_size_or(config, "max_position_embeddings", 2048, where),
         learned_positions=False,
         tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         gated=True,
@@ -233,7 +266,7 @@ def _read_llama_like(config: Mapping[str, Any], model_type: str, family: _Family
 
 def _read_gpt2(config: Mapping[str, Any], where: str) -> Architecture:
     hidden = _size(config, "n_embd", where)
-    intermediate = int(config.get("n_inner") or 4 * hidden)
+    intermediate = _size_or(config, "n_inner", 4 * hidden, where)
     n_heads = _size(config, "n_head", where)
     # The original activation is written out in elementary operations, each of which keeps a tensor for the backward.
     activation = str(config.get("activation_function", "gelu_new"))
@@ -246,7 +279,7 @@ def _read_gpt2(config: Mapping[str, Any], where: str) -> Architecture:
         head_size=hidden // n_heads,
         n_layers=_size(config, "n_layer", where),
         vocabulary=_size(config, "vocab_size", where),
-        max_positions=int(config.get("n_positions", 1024)),
+        max_positions=_size_or(config, "n_positions", 1024, where),
         learned_positions=True,
         tied=bool(config.get("tie_word_embeddings", True)),
         gated=False,
@@ -269,12 +302,17 @@ def _read_gpt2(config: Mapping[str, Any], where: str) -> Architecture:
 def _size(config: Mapping[str, Any], key: str, where: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(
+        raise NoMemoryModelError(
             f"'{key}' is {'missing' if value is None else f'{value!r}, not a positive integer'}",
             where=where,
             fix="take config.json from the model's own folder",
         )
     return value
+
+
+def _size_or(config: Mapping[str, Any], key: str, default: int, where: str) -> int:
+    """A size that a file may leave out or set to null; then the model's own default holds."""
+    return default if config.get(key) is None else _size(config, key, where)
 
 
 def adapted_linears(architecture: Architecture, target_modules: str | list[str]) -> tuple[LinearShape, ...]:

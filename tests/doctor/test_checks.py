@@ -273,6 +273,22 @@ def test_a_forecast_is_compared_with_what_is_free_and_what_there_is() -> None:
     assert found[2].exit_code == ExitCode.WILL_NOT_FIT
 
 
+def test_an_upper_bound_is_a_fault_only_by_what_is_certain() -> None:
+    """How long prompts really are decides an evaluation's forecast; its weights are needed whatever they are."""
+    room = Room(total_bytes=100, available_bytes=50, basis="memory")
+    found = [
+        memory.check_forecast(forecast(200), room, name="evaluation forecast", certain_bytes=n)
+        for n in (100, 101)
+    ]
+    assert [one.status for one in found] == ["warning", "fault"]
+    assert {one.check for one in found} == {"evaluation forecast"}
+
+
+def test_a_probe_of_a_model_without_forecast_is_told_by_itself() -> None:
+    found = memory.check_probe(400, None, Room(1_000, 500, "memory"), 64, 2.0, 10)
+    assert found.status == "ok" and "forecast" not in found.detail
+
+
 def test_a_probe_above_the_forecast_or_the_memory_is_told() -> None:
     room = Room(1_000, 500, "memory")
     at = [memory.check_probe(peak, 100, room, 64, 2.0, 10) for peak in (100, 113, 501)]

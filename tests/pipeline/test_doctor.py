@@ -139,6 +139,24 @@ def test_what_does_not_fit_has_its_own_exit_code(project: Any, monkeypatch: pyte
     found, code = examine(project)
     assert code == found["exit_code"] == 13
     assert by_check(found)["memory forecast"]["status"] == "fault"
+    assert by_check(found)["evaluation forecast"]["status"] == "fault"
+
+
+def test_a_model_that_no_forecast_is_known_for_is_trained_all_the_same(project: Any) -> None:
+    """A mixture of experts: told once, and what it used is in the report."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1
+    )
+    MixtralForCausalLM(config).save_pretrained(project.folder / "tiny-model")
+    outcome = project.run("train.max_steps=1", "eval.max_items=2")
+    told = [line for line in project.said if "no memory model for model_type 'mixtral'" in line]
+    assert len(told) == 1 and "finetune doctor" in told[0]
+    assert "no forecast, used" in outcome.report.read_text()
 
 
 def test_a_run_says_the_warnings_and_stops_at_the_faults(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.plan.architecture import adapted_linears, read_architecture
+from finetune.plan.architecture import NoMemoryModelError, adapted_linears, read_architecture
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -97,16 +97,40 @@ def test_known_large_models_count_their_published_parameters() -> None:
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": "lama"}, "granite, llama, mistral"),
         ({"model_type": "mixtral"}, "no memory model for model_type 'mixtral'"),
         ({"model_type": "llama", "hidden_size": 64}, "'intermediate_size' is missing"),
         ({**SMALL, "model_type": "llama", "vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({**SMALL, "model_type": "llama", "num_key_value_heads": "two"}, "'num_key_value_heads' is 'two'"),
+        ({**SMALL, "model_type": "llama", "head_dim": 0.5}, "'head_dim' is 0.5"),
+        ([], "no keys with values"),
     ],
 )
-def test_what_cannot_be_read_is_refused(config: dict[str, Any], part: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_what_cannot_be_read_is_refused(config: Any, part: str) -> None:
+    with pytest.raises(NoMemoryModelError) as caught:
         read_architecture(config)
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "llama", "granite"],
+)
+def test_sizes_that_a_file_leaves_out_are_the_models_own_defaults(model_type: str) -> None:
+    """Published files of Gemma 3 name neither heads nor vocabulary."""
+    from transformers import AutoConfig
+
+    given = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 2}
+    if model_type != "gemma3_text":
+        given |= {"num_attention_heads": 32, "vocab_size": 1000}
+    given |= {"max_position_embeddings": 512}
+    whole = AutoConfig.for_model(model_type, **given).to_dict()
+    read = read_architecture({"model_type": model_type, **given})
+    assert read == read_architecture({"model_type": model_type, **whole})
+    by_hand = read_architecture(
+        {"model_type": model_type, **given, "num_attention_heads": 32, "num_key_value_heads": None}
+    )
+    assert by_hand.n_kv_heads == 32
 
 
 def test_target_modules_match_by_their_last_name_and_a_misspelt_one_is_refused() -> None:
