@@ -118,6 +118,15 @@ def _missed(is_missed: bool) -> str:
     return ", missed)" if is_missed else ")"
 
 
+def _shown(tally: Tally) -> str:
+    """What the interval of the false alarms leaves open."""
+    if wilson_interval(tally.false_alarms, tally.healthy)[1] <= FALSE_ALARMS:
+        return ""
+    return (
+        f" The upper end of its interval lies above {FALSE_ALARMS:.0%}: so many runs do not prove that rate."
+    )
+
+
 def report(half: str, tally: Tally) -> list[str]:
     """The confusion table of one half in words."""
     rows = [
@@ -131,7 +140,7 @@ def report(half: str, tally: Tally) -> list[str]:
     stopped = ", ".join(f"{fault} {count}" for fault, count in tally.stopped.items()) or "none"
     return [
         f"**{half} half**, with 95 % intervals (Wilson): {_counted(tally.right, tally.n)}, target {RIGHT:.0%}{_missed(share < RIGHT)} right; false alarms on "
-        f"healthy runs {_counted(tally.false_alarms, tally.healthy)}, target {FALSE_ALARMS:.0%}{_missed(alarms > FALSE_ALARMS)}.",
+        f"healthy runs {_counted(tally.false_alarms, tally.healthy)}, target {FALSE_ALARMS:.0%}{_missed(alarms > FALSE_ALARMS)}.{_shown(tally)}",
         "",
         f"Of the runs with a fault alone: {_counted(right_of_planted, planted)}) right. A spike that recovers is told as a note, with nothing to do: "
         f"of {tally.healthy} healthy runs {tally.healthy_spikes} are called a spike. Counted as wrong, {_counted(strictly, tally.n)}) are right.",
