@@ -43,8 +43,13 @@ class RunView:
         self.max_grad_norm: float | None = None
 
     def add(self, event: Record) -> None:
-        """Take in one event, in the order of the file. What a resume says was lost is forgotten."""
+        """Take in one event, in the order of the file. What a resume says was lost is forgotten.
+
+        An event whose step is no number is passed over: a damaged file is shown as far as it can be read.
+        """
         kind, step = event["event"], event.get("step", 0)
+        if not isinstance(step, int):
+            return
         if kind == "step":
             self.steps[step] = event
         elif kind == "validation":

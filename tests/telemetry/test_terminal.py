@@ -140,3 +140,11 @@ def test_trackers_get_the_finite_numbers_of_an_event() -> None:
         "kind": "x",
     }
     assert tracked(event) == {"loss": 1.0, "update_ratio_blocks/0": 0.5}
+
+
+def test_an_event_whose_step_is_no_number_is_passed_over() -> None:
+    view = RunView()
+    for step in (1, "2", None, [3]):
+        view.add({"event": "step", "step": step, "loss": 1.0})
+    assert list(view.steps) == [1]
+    assert view.summary()["step"]["step"] == 1 and view.lines(60)
