@@ -173,6 +173,6 @@ def test_a_preference_chain_is_shipped() -> None:
     shape = ("kind", "rank", "alpha", "rslora")
     assert all(getattr(first.adapter, key) == getattr(second.adapter, key) for key in shape)
     assert second.eval.against == "start"
-    samples = second.train.samples  # the KL to the base comes with them; few answers, for they cost training time
+    samples = second.train.samples  # the KL to the base comes with them; few, for they cost training time
     assert samples is not None and isinstance(samples.prompts, int)
     assert samples.prompts * samples.max_new_tokens <= 128
