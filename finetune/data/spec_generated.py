@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from finetune.data.spec_curate import JudgeSection
 from finetune.recipe.constraints import refused
 from finetune.recipe.section import Count, Section, Share
 
@@ -76,8 +77,17 @@ class CommandVerifierSection(Section):
     seconds_per_row: Annotated[float, Field(gt=0)] = Field(30.0, description="Patience with one answer.")
 
 
+class JudgeVerifierSection(JudgeSection):
+    """A model behind a server that scores each answer by a criterion in words; it sees the prompt's own answer as `reference`."""
+
+    kind: Literal["judge"]
+    threshold: float = Field(0.5, description="Passed from this score on.")
+    seconds_per_row: Annotated[float, Field(gt=0)] = Field(30.0, description="Patience with one reply.")
+
+
 AnswerVerifier = Annotated[
-    HassilVerifier | FunctionVerifier | CommandVerifierSection, Field(discriminator="kind")
+    HassilVerifier | FunctionVerifier | CommandVerifierSection | JudgeVerifierSection,
+    Field(discriminator="kind"),
 ]
 
 

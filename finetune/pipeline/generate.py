@@ -236,7 +236,7 @@ def _answer(job: _Job, folder: Path, *, batch_size: int) -> list[list[dict[str, 
 
 
 def _judge(job: _Job, folder: Path, answers: Sequence[Sequence[dict[str, Any]]]) -> list[AnsweredRow]:
-    """The verdict on every answer. A cut one fails in form without being judged."""
+    """The verdict on every answer. A cut one fails in form without being judged; what the verifier failed on is asked anew."""
     found: list[AnsweredRow] = []
     failures: list[str] = []
     section, where = job.source.verifier, job.where("source.verifier")
@@ -250,7 +250,7 @@ def _judge(job: _Job, folder: Path, answers: Sequence[Sequence[dict[str, Any]]])
             for record in given:
                 digest = digest_content(record["output"])[:16]
                 verdict = store.known.get((row.id, record["number"]))
-                if verdict is None or verdict["answer"] != digest:
+                if verdict is None or verdict["failed"] or verdict["answer"] != digest:
                     verdict = _verdict(row, record, verifier) | {"answer": digest}
                     store.add(verdict)
                 verdicts.append(verdict)

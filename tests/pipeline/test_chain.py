@@ -181,6 +181,22 @@ def test_a_changed_verifier_sorts_the_same_answers_anew(chain: Any, monkeypatch:
     assert after["passed"] == before["answers"] - before["passed"] - cut
 
 
+def test_what_the_verifier_failed_on_is_asked_anew(chain: Any) -> None:
+    (chain.folder / "verify.py").write_text(
+        VERIFY.replace(
+            "    return", "    if LATER.exists():\n        raise ValueError('away')\n    return", 1
+        ).replace(
+            "def judge",
+            f"from pathlib import Path\n\nLATER = Path({str(chain.folder / 'away')!r})\n\n\ndef judge",
+        )
+    )
+    (chain.folder / "away").touch()
+    with pytest.raises(UserError, match="the verifier failed on"):
+        generated(chain)
+    (chain.folder / "away").unlink()
+    assert generated(chain).manifest["passed"] > 0
+
+
 def test_rows_of_other_settings_are_not_used(chain: Any) -> None:
     from finetune.data.build import build_dataset, default_builds_root
 

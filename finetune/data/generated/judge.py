@@ -1,4 +1,4 @@
-"""The verifier of generated answers: hassil for smart-home commands, a function, or a command."""
+"""The verifier of generated answers: hassil for smart-home commands, a function, a command, or a model that judges."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any
 
 from finetune.data.curate.command import CommandVerifier
 from finetune.data.curate.functions import function_digest
+from finetune.data.curate.judge import JudgeVerifier
 from finetune.data.curate.verifiers import RowDict, Verdict, Verifier, load_verifier
 from finetune.data.generated.select import FORMAT
 from finetune.data.spec import DatasetSpec
-from finetune.data.spec_generated import AnswerVerifier, FunctionVerifier, HassilVerifier
+from finetune.data.spec_generated import (
+    AnswerVerifier,
+    FunctionVerifier,
+    HassilVerifier,
+    JudgeVerifierSection,
+)
 from finetune.data.spec_source import HomeIntentsSource
 from finetune.digest import digest_bytes, digest_json, each_key_once
 from finetune.errors import UserError
@@ -32,6 +38,10 @@ def open_verifier(
         yield hassil_verifier(_home_source(prompts, where))
     elif isinstance(section, FunctionVerifier):
         yield load_verifier(section.function, folder=folder, threshold=section.threshold, where=where)
+    elif isinstance(section, JudgeVerifierSection):
+        yield JudgeVerifier(
+            section, threshold=section.threshold, seconds_per_row=section.seconds_per_row, where=where
+        )
     else:
         with CommandVerifier(
             section.command,
@@ -58,7 +68,7 @@ def verifier_digest(section: AnswerVerifier, *, prompts: DatasetSpec, folder: Pa
         }
     elif isinstance(section, FunctionVerifier):
         known["code"] = function_digest(section.function, folder=folder)
-    else:
+    elif not isinstance(section, JudgeVerifierSection):  # of a judge nothing is known but its settings
         words = section.command.split() if isinstance(section.command, str) else section.command
         files = [folder / word for word in words]
         known["code"] = [digest_bytes(file.read_bytes()) for file in files if file.is_file()]
@@ -73,7 +83,7 @@ def _home_source(prompts: DatasetSpec, where: str) -> HomeIntentsSource:
         f"hassil cannot judge answers to the prompts of {prompts.name}",
         where=where,
         why="they are not sampled from its sentence templates (kind: home_intents)",
-        fix="use a verifier of kind function or command",
+        fix="use a verifier of kind function, command or judge",
     )
 
 

@@ -1,7 +1,8 @@
-"""Verifiers of generated answers: hassil, a function beside the spec, a command."""
+"""Verifiers of generated answers: hassil, a function beside the spec, a command, a model behind a server."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 import pytest
 
 from finetune.data.build import load_spec
+from finetune.data.curate.judge import JudgeVerifier
 from finetune.data.generated.judge import hassil_verifier, open_verifier, verifier_digest
 from finetune.data.spec import DatasetSpec
-from finetune.data.spec_generated import CommandVerifierSection, FunctionVerifier, HassilVerifier
+from finetune.data.spec_generated import (
+    CommandVerifierSection,
+    FunctionVerifier,
+    HassilVerifier,
+    JudgeVerifierSection,
+)
 from finetune.data.spec_source import HomeIntentsSource
 from finetune.errors import UserError
 from finetune.paths import find_declarative
@@ -103,6 +110,37 @@ def test_a_function_beside_the_spec_and_a_command(tmp_path: Path, home_spec: Dat
         file.write_text(file.read_text() + "\n# changed\n")
     after = [verifier_digest(section, prompts=home_spec, folder=tmp_path) for section in sections]
     assert all(left != right for left, right in zip(before, after, strict=True))
+
+
+def test_a_model_behind_a_server_judges_beside_the_prompts_own_answer(
+    home_spec: DatasetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = JudgeVerifierSection(
+        kind="judge",
+        server="http://localhost:1/v1",
+        model="m",
+        criterion="It means the reference.",
+        threshold=0.7,
+    )
+
+    def reply(self: JudgeVerifier, body: bytes) -> str:
+        told, asked = (turn["content"] for turn in json.loads(body)["messages"])
+        assert "It means the reference." in told
+        shown = json.loads(asked)
+        score = 0.9 if shown["messages"][-1]["content"] == shown["reference"] else 0.6
+        return json.dumps({"score": score, "reason": "so it is"})
+
+    monkeypatch.setattr(JudgeVerifier, "_reply", reply)
+    with open_verifier(section, prompts=home_spec, folder=tmp_path) as verify:
+        assert [verify({**row("q", answer), "reference": "yes"}).keep for answer in ("yes", "no")] == [
+            True,
+            False,
+        ]
+    digests = {
+        verifier_digest(one, prompts=home_spec, folder=tmp_path)
+        for one in (section, section.model_copy(update={"criterion": "It is short."}))
+    }
+    assert len(digests) == 2
 
 
 def test_hassil_is_for_prompts_of_its_own_templates(tmp_path: Path) -> None:
