@@ -96,6 +96,10 @@ def find_target(device: str | None, memory: str | None) -> Target:
     from finetune.plan.time import device_spec
 
     memory_bytes = parse_bytes(memory) if memory is not None else None
+    if memory_bytes == 0:
+        raise UserError(
+            f"'{memory}' holds nothing", where="--memory", fix="write it like 24GB, 500MB or 16GiB"
+        )
     if device is None:
         device = "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
     if device == "cuda":

@@ -16,6 +16,7 @@ from finetune.report.svg import Guide, Series, line_plot
 from finetune.units import format_duration
 
 _MARKS_A_FINDING = 20
+_MOST_SOURCES = 8
 _BUCKETS = 300  # at most two points each are drawn
 _LOG_WHEN_RANGE_EXCEEDS = 30.0
 Points = list[tuple[float, float | None]]
@@ -293,11 +294,12 @@ def _facts(
 
 
 def _losses_by_source(validations: list[Record]) -> list[tuple[str, str | None]]:
-    """The last validation's loss of each source, where the rows come from several."""
+    """The last validation's loss of each source, where the rows come from several; of many, those with most targets."""
     sources = as_dict(validations[-1].get("sources")) if validations else {}
+    largest = sorted(sources, key=lambda name: -(finite(as_dict(sources[name]).get("target_tokens")) or 0.0))
     return [
-        (f"last validation loss, {name}", significant(finite(as_dict(part).get("loss"))))
-        for name, part in sources.items()
+        (f"last validation loss, {name}", significant(finite(as_dict(sources[name]).get("loss"))))
+        for name in largest[:_MOST_SOURCES]
     ]
 
 

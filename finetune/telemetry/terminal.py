@@ -17,6 +17,7 @@ _CURVE_WIDTH = 32
 _RECENT_STEPS = 20  # the speed that the time left is told by
 _SAMPLE_CHARACTERS = 200
 _NOTE_CHARACTERS = 400
+_MOST_SOURCES = 8  # with a line of their own, those with most targets
 _REASONS = {
     "diverged": "its loss stayed above where it began",
     "not_finite": "its loss or gradient was not finite",
@@ -158,7 +159,8 @@ class RunView:
         last = f"{losses[-1]:.4g}" if losses[-1] is not None else "not finite"
         found = [f"{'validation':<17}{curve} {last:>10}  at step {steps[-1]}"]
         sources = self.validations[steps[-1]].get("sources") or {}
-        for name, part in sources.items():
+        largest = sorted(sources.items(), key=lambda item: -item[1]["target_tokens"])
+        for name, part in largest[:_MOST_SOURCES]:
             found.append(f"  {on_one_line(name)}: {part['loss']:.4g} over {part['target_tokens']} targets")
         return found
 

@@ -7,6 +7,7 @@ sums come together at the end.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from finetune.training.best_step import RowLosses
 from finetune.training.head import IGNORED
+
+_LINE = re.compile(r":\d+$")
 
 
 def own_batches(n_examples: int, batch_size: int, rank: int, n_ranks: int) -> Iterator[list[int]]:
@@ -43,8 +46,10 @@ def document_of_targets(batch: dict[str, Any]) -> Tensor:
 def by_source(losses: RowLosses, sources: Sequence[str]) -> dict[str, dict[str, float | int]]:
     """Source -> its token-weighted loss and its targets; empty where all rows come from one source.
 
-    `sources` [rows], in the order of `losses`. Methods that judge whole examples count each as one target.
+    `sources` [rows], in the order of `losses`: a name, or `file:line`, of which the file counts. Methods that judge whole
+    examples count each as one target.
     """
+    sources = [_LINE.sub("", source) for source in sources]
     if len(set(sources)) < 2:
         return {}
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -121,6 +121,7 @@ def test_an_unnamed_gpu_without_memory_is_only_forecast() -> None:
     [
         ([RECIPE, "--device", "h1000"], "did you mean 'h100'"),
         ([RECIPE, "--memory", "lots"], "'lots' is not a size"),
+        ([RECIPE, "--memory", "0GB"], "'0GB' holds nothing"),
         ([RECIPE, "--device", "cpu", "--train-tokens", "10"], "no rate is known"),
         ([RECIPE, "--set", "model.id=builtin:smollm"], "no embedded model"),
         ([RECIPE, "--set", "model.id=./nowhere"], "holds no config.json"),

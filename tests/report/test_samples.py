@@ -89,3 +89,6 @@ def test_losses_by_source_stand_among_the_facts(with_samples: Any) -> None:
     }
     page = render_page(with_samples(event))
     assert "last validation loss, a.jsonl" in page and "0.75" in page
+    many = {f"part-{n:02d}.jsonl": {"loss": 1.0, "target_tokens": n} for n in range(40)}
+    page = render_page(with_samples({**event, "sources": many}))
+    assert page.count("last validation loss, part-") == 8 and "part-39.jsonl" in page

@@ -121,7 +121,7 @@ def test_every_step_tells_how_the_weights_moved_and_on_what(recipe: Any, train: 
 
 
 def test_validation_is_told_by_source_and_the_sources_add_up(recipe: Any, train: Any, make_rows: Any) -> None:
-    rows = [replace(row, source=f"file-{index % 2}") for index, row in enumerate(make_rows(5))]
+    rows = [replace(row, source=f"file-{index % 2}:{index}") for index, row in enumerate(make_rows(5))]
     _, folder, _ = train(without_samples(recipe), validation=rows)
     for event in events_of(folder, "validation"):
         parts = event["sources"]
@@ -130,6 +130,7 @@ def test_validation_is_told_by_source_and_the_sources_add_up(recipe: Any, train:
         total = sum(part["loss"] * part["target_tokens"] for part in parts.values())
         assert total / event["target_tokens"] == pytest.approx(event["loss"], rel=1e-9)
     assert by_source(None, ["one", "one"]) == {}  # type: ignore[arg-type]
+    assert by_source(None, ["rows.jsonl:1", "rows.jsonl:27"]) == {}  # type: ignore[arg-type]
 
 
 def test_samples_answer_the_same_prompts_along_the_way(
