@@ -105,7 +105,10 @@ def test_a_parameter_without_effect_is_a_fault_in_ours_and_a_remark_in_mergekits
             "merge_method: linear\nmodels: [{model: a}]\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
             "not both",
         ),
-        ("merge_method: linear\nbase_model: a\nmodels: [{model: b}, {model: c}]", "and it has no weight here"),
+        (
+            "merge_method: linear\nbase_model: a\nmodels: [{model: b}, {model: c}]",
+            "and it has no weight here",
+        ),
         ("merge_method: linear\nmodels: [{model: a+lora}, {model: b}]", "names an adapter after '+'"),
         ("merge_method: linear\nmodels: [{model: a+x/lora}, {model: b}]", "names an adapter after '+'"),
         (
