@@ -14,6 +14,7 @@ from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.evaluation.gate import GateAnswer
+    from finetune.merge.inputs import MergeInputs
     from finetune.merge.measure import MergeProof
 
 app = typer.Typer(
@@ -79,6 +80,33 @@ VerifyOption = Annotated[
 ]
 
 
+def _refuse_no_run(target: Path) -> None:
+    if not (target / "manifest.json").is_file():
+        raise UserError(
+            f"{target} is no run, and --verify compares with a run's tuned model",
+            where="--verify",
+            fix="merge a run, or ask both afterwards: finetune eval model",
+        )
+
+
+def _refuse_idle_options(
+    onto: Onto, quantize: Quantize | None, single_quantization: bool, found: MergeInputs
+) -> None:
+    """Options that would change nothing, because they are about a quantization that is not there."""
+    if single_quantization and quantize not in (Quantize.nf4, Quantize.fp4):
+        raise UserError(
+            "--single-quantization says how --quantize nf4 or fp4 was done, and neither is given",
+            where="--single-quantization",
+            fix="add --quantize nf4, or leave it out: a run folder knows its own quantization",
+        )
+    if onto is Onto.original and found.quantization is None:
+        raise UserError(
+            "--onto original chooses between two bases of a quantized training; this one knew only the original",
+            where="--onto",
+            fix="leave it out, or say how the base was quantized: --quantize nf4",
+        )
+
+
 @app.command()
 def adapter(
     target: Target,
@@ -106,19 +134,17 @@ def adapter(
     from finetune.merge.place import refuse_used_folder
 
     refuse_used_folder(out)
-    if verify and not (target / "manifest.json").is_file():
-        raise UserError(
-            f"{target} is no run, and --verify compares with a run's tuned model",
-            where="--verify",
-            fix="merge a run, or ask both afterwards: finetune eval model",
-        )
+    if verify:
+        _refuse_no_run(target)
+    quantized = quantize.value if quantize else None
     found = resolve_inputs(
         target,
         base=base,
-        quantize=quantize.value if quantize else None,
+        quantize=quantized,
         double_quantization=not single_quantization,
         other_base=other_base,
     )
+    _refuse_idle_options(onto, quantize, single_quantization, found)
     proof = merge_adapter(
         found.source,
         found.adapter_folder,
@@ -137,8 +163,8 @@ def adapter(
     from finetune.evaluation.screen import gate_lines
 
     verified = _verify(out, target, verify)
-    lines = [_screen(out, proof), *gate_lines(verified)]
-    emit({**told, "verified": verified.to_dict()}, "\n".join(lines), as_json=as_json)
+    screen = "\n".join([_screen(out, proof), *gate_lines(verified)])
+    emit({**told, "verified": verified.to_dict()}, screen, as_json=as_json)
     return int(verified.exit_code)
 
 

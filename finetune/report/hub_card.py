@@ -159,7 +159,16 @@ def _ingredients(given: Publication) -> list[str]:
         if given.base_ids and taken
         else ""
     )
-    return [table(("", "name", "content (SHA-256)", "licence"), rows), elsewhere, licence]
+    unknown = [
+        f"the {one.what} {one.name}" for one in given.ingredients if not one.licence and one.what != "adapter"
+    ]
+    warning = (
+        f"**Warning**: nobody wrote down what the terms of {line_of(', '.join(unknown))} allow. Find out before this model "
+        "is used or passed on."
+        if unknown
+        else ""
+    )
+    return [table(("", "name", "content (SHA-256)", "licence"), rows), elsewhere, licence, warning]
 
 
 def _evaluation(given: Publication) -> list[str]:

@@ -69,6 +69,19 @@ def test_quantized_training_prints_both_drifts(tmp_path: Path, tuned: Path) -> N
     assert result.stdout.count("(KL ") == 2  # merged onto the decoded base, and onto the original one
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--onto", "original"), ("--single-quantization",), ("--single-quantization", "--quantize", "int8")],
+)
+def test_options_about_a_quantization_that_is_not_there_are_refused(
+    tmp_path: Path, tuned: Path, options: tuple[str, ...]
+) -> None:
+    result = run(tuned, "--out", tmp_path / "out", *options)
+    assert isinstance(result.exception, UserError)
+    assert options[0] in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_used_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()

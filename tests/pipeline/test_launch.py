@@ -313,11 +313,15 @@ def test_one_ctrl_c_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> 
     from finetune.training.exact_trainer import StopWhenAsked
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    stop, before = StopWhenAsked(), signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), session.finish_step_on_signal(stop):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
-        monkeypatch.setattr(session, "_SAME_SIGNAL_SECONDS", -1.0)
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    stop, before = StopWhenAsked(), signal.default_int_handler
+    outer = signal.signal(signal.SIGINT, before)  # a shell's background job is born deaf to Ctrl-C
+    try:
+        with pytest.raises(KeyboardInterrupt), session.finish_step_on_signal(stop):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.asked
+            monkeypatch.setattr(session, "_SAME_SIGNAL_SECONDS", -1.0)
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, outer)

@@ -23,3 +23,4 @@ def test_the_teacher_is_an_ingredient(tmp_path: Path, licence: str | None, told:
     card = hub_card(Publication("student", "model", None, tuple(found)))
     (line,) = [line for line in card.splitlines() if line.startswith("| teacher |")]
     assert "owner/big" in line and line.endswith(f"| {told} |")
+    assert ("**Warning**" in card and "the teacher owner/big allow" in card) is (licence is None)
