@@ -84,8 +84,8 @@ def report(folder: Path, options: argparse.Namespace) -> None:
             rows.append(line(f"{method}, dialect paper", found["paper"], found.get("theirs"), limit, method))
         print(" | ".join(rows[-1]), flush=True)
     head = [
-        "method", "finetune", "mergekit", "ratio", "goal", "of the limit", "processor seconds, theirs", "peak anonymous",
-        "mergekit's",
+        "method", "finetune", "of it proof", "mergekit", "ratio", "without proof", "goal", "of the limit",
+        "processor seconds, theirs", "peak anonymous", "mergekit's",
     ]  # fmt: skip
     lines = [
         f"A base and two models of {format_bytes(sizes[0])}, bf16; median of {options.runs}. The limit is (models + 1) · size "
@@ -125,8 +125,10 @@ def line(
     return [
         name,
         f"{ours['seconds']:.1f} s",
+        f"{ours['proof_seconds']:.1f} s",
         f"{theirs['seconds']:.1f} s" if theirs else "—",
         f"{ours['seconds'] / theirs['seconds']:.2f}" if theirs else "—",
+        f"{(ours['seconds'] - ours['proof_seconds']) / theirs['seconds']:.2f}" if theirs else "—",
         f"≤ {wanted}" if wanted else "",
         f"{ours['seconds'] / limit:.2f}",
         f"{ours['processor_seconds']:.1f}, {theirs['processor_seconds']:.1f}"
@@ -225,6 +227,7 @@ def measure(
         name: {
             "seconds": statistics.median(run["seconds"] for run in runs),
             "processor_seconds": statistics.median(run["processor_seconds"] for run in runs),
+            "proof_seconds": statistics.median(run["proof_seconds"] for run in runs),
             "peak_bytes": max(run["peak_bytes"] for run in runs),
         }
         for name, runs in found.items()
@@ -257,11 +260,16 @@ def merge_once(tool: str, recipe: str, out: str) -> dict[str, float]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     start, busy = time.perf_counter(), time.process_time()
-    merge()
+    report = merge()
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - busy
     done.set()
     watcher.join()
-    return {"seconds": seconds, "processor_seconds": processor_seconds, "peak_bytes": peak[0] - before}
+    return {
+        "seconds": seconds,
+        "processor_seconds": processor_seconds,
+        "peak_bytes": peak[0] - before,
+        "proof_seconds": getattr(report, "proof_seconds", 0.0),
+    }
 
 
 def prepare_ours(recipe: str, out: str) -> Callable[[], object]:
