@@ -75,7 +75,7 @@ def slim_norms(model: nn.Module) -> int:
 def restore_norms(model: nn.Module) -> None:
     """Give every norm its own forward pass back."""
     for module in model.modules():
-        if "slim" in module.__dict__:
+        if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:  # gated MLPs are slim too
             del module.__dict__["forward"], module.__dict__["slim"]
 
 

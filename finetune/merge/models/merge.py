@@ -114,10 +114,8 @@ def merge_models(
             largest = check_loads(folder) if load else None
             proof_seconds += time.monotonic() - written
             report = _report(plan, merger, largest)
-            report.seconds, report.proof_seconds = (
-                round(time.monotonic() - started, 2),
-                round(proof_seconds, 2),
-            )
+            report.seconds = round(time.monotonic() - started, 2)
+            report.proof_seconds = round(proof_seconds, 2)
             if diagnostics:
                 write_json(folder / DIAGNOSTICS_FILE, _diagnoses(merger))
                 report.diagnostics = _summary(merger)
