@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from finetune.errors import UserError
 from finetune.paths import read_json, write_json
 from finetune.stats.paired import paired_t
-from finetune.training.checkpoints import checkpoint_step, list_checkpoints
+from finetune.training.checkpoints import checkpoint_step, damage, list_checkpoints
 
 CONFIDENCE = 0.95
 
@@ -137,8 +138,20 @@ class BestStep(TrainerCallback):
             self._kept.update(self._pinned | choice.alive)
 
     def checkpoint(self, root: Path) -> Path | None:
-        """The chosen step's checkpoint; None when it is the newest one, whose weights are at hand."""
+        """The chosen step's checkpoint; None when it is the newest one, whose weights are at hand.
+
+        Raises UserError where it is gone or damaged: the weights of another step are no substitute.
+        """
         checkpoints = list_checkpoints(root)
         if self.choice is None or not checkpoints or checkpoint_step(checkpoints[-1]) == self.choice.step:
             return None
-        return next(path for path in checkpoints if checkpoint_step(path) == self.choice.step)
+        chosen = root / f"step-{self.choice.step}"
+        reason = damage(chosen) if chosen in checkpoints else "it is not there any more"
+        if reason is not None:
+            raise UserError(
+                f"step {self.choice.step} is the best one, but its checkpoint cannot be used: {reason}",
+                where=str(chosen),
+                why="the weights at hand are those of a later step",
+                fix=f"put that checkpoint back, or delete {root} to train again",
+            )
+        return chosen

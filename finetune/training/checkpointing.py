@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,11 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
 from torch import nn
 from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from finetune.recipe.train_section import TrainSection
-from finetune.training.checkpoints import checkpoint_step, list_checkpoints, save_checkpoint
+from finetune.training.checkpoints import (
+    checkpoint_step,
+    contents_of,
+    list_checkpoints,
+    save_checkpoint,
+    weight_files,
+)
 from finetune.training.memory_saving import dropout_of_config
 from finetune.training.sharded_states import spread_optimizer_state, whole, whole_weights
 from finetune.training.states import load_state, save_state
@@ -58,15 +68,44 @@ class CheckpointingTrainer(Trainer):
             self._save(str(folder), state_dict=weights)
         (folder / "training_args.bin").unlink(missing_ok=True)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Every trained weight, or an UnusableCheckpointError: transformers and PEFT load what fits, and warn at most."""
+        with contents_of(Path(resume_from_checkpoint)):
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            if state.global_step != checkpoint_step(Path(resume_from_checkpoint)):
+                raise ValueError(f"its {TRAINER_STATE_NAME} is that of step {state.global_step}")
+            self._require_all_weights(Path(resume_from_checkpoint))
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _require_all_weights(self, checkpoint: Path) -> None:
+        """Names only: a tensor of another shape is an error by itself."""
+        held = self.model.state_dict()
+        wanted = (
+            set(get_peft_model_state_dict(self.model, save_embedding_layers=False))
+            if hasattr(self.model, "peft_config")
+            else set(held)
+        )
+        found: set[str] = set()
+        for path in weight_files(checkpoint):
+            with safe_open(str(path), framework="pt") as file:
+                found.update(file.keys())
+        there = {
+            held[name].data_ptr() for name in found if name in held
+        }  # also under the other name of a tied weight
+        lacking = [name for name in wanted - found if name not in held or held[name].data_ptr() not in there]
+        if lacking:
+            raise KeyError(f"{min(lacking)} ({len(lacking)} of {len(wanted)} weights)")
+
     def load_step(self, checkpoint: Path) -> None:
         """Put a checkpoint's weights, and with an averaging optimizer its state, into the model; nothing is trained."""
         self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         if inner is None:
             inner = self.create_optimizer()
         if callable(getattr(inner, "eval", None)):
-            inner.load_state_dict(load_state(checkpoint / "optimizer"))
+            with contents_of(checkpoint):
+                inner.load_state_dict(load_state(checkpoint / "optimizer"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         everyones = self._gather(self._own_random_state())
@@ -82,7 +121,7 @@ class CheckpointingTrainer(Trainer):
             for number, own in enumerate(everyones):
                 save_state(self._rng_path(folder, number), own)
             self._save_scaler(str(folder))
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         save_checkpoint(
             self.checkpoint_root,
@@ -143,14 +182,21 @@ class CheckpointingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        state = load_state(Path(checkpoint) / "optimizer")
-        if self.is_deepspeed_enabled:
-            spread_zero_state(self.optimizer.optimizer, self.parameter_groups, state)
-        else:
-            if self.is_fsdp_enabled:
-                state = spread_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), state)
-            self.optimizer.load_state_dict(state)
-        self.lr_scheduler.load_state_dict(load_state(Path(checkpoint) / "scheduler"))
+        with contents_of(Path(checkpoint)):
+            state = load_state(Path(checkpoint) / "optimizer")
+            if self.is_deepspeed_enabled:
+                spread_zero_state(self.optimizer.optimizer, self.parameter_groups, state)
+            else:
+                inner = getattr(self.optimizer, "optimizer", self.optimizer)
+                if self.is_fsdp_enabled:
+                    state = spread_optimizer_state(inner, state)
+                groups = [group for part in state.get("parts", [state]) for group in part["param_groups"]]
+                _require_keys(groups, inner.param_groups)
+                self.optimizer.load_state_dict(state)
+                _guard_first_step(inner, Path(checkpoint))
+            schedule = load_state(Path(checkpoint) / "scheduler")
+            _require_keys([schedule], [self.lr_scheduler.state_dict()])
+            self.lr_scheduler.load_state_dict(schedule)
 
     def _rng_path(self, folder: Path, number: int) -> Path:
         return folder / (f"random-{number}" if self.args.world_size > 1 else "random")
@@ -172,12 +218,13 @@ class CheckpointingTrainer(Trainer):
         following = Path(checkpoint) / f"random-{self.args.world_size}"
         if not path.with_suffix(".json").is_file() or following.with_suffix(".json").is_file():
             return  # saved by another number of processes: the draws of dropout start anew
-        states = load_state(path)
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.random.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.random.set_rng_state(states["cuda"], self.args.device)
+        with contents_of(Path(checkpoint)):
+            states = load_state(path)
+            random.setstate(states["python"])
+            np.random.set_state(states["numpy"])
+            torch.random.set_rng_state(states["cpu"])
+            if "cuda" in states and torch.cuda.is_available():
+                torch.cuda.random.set_rng_state(states["cuda"], self.args.device)
 
     def _save_scaler(self, output_dir: str) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
@@ -187,4 +234,25 @@ class CheckpointingTrainer(Trainer):
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
         if checkpoint is not None and scaler is not None:
-            scaler.load_state_dict(load_state(Path(checkpoint) / "scaler"))
+            with contents_of(Path(checkpoint)):
+                scaler.load_state_dict(load_state(Path(checkpoint) / "scaler"))
+
+
+def _require_keys(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """What is not there would keep its first value, or be missed in the middle of a step."""
+    for one, other in zip(found, wanted, strict=True):
+        if lacking := sorted(set(other) - set(one)):
+            raise KeyError(lacking[0])
+
+
+def _guard_first_step(optimizer: Any, checkpoint: Path) -> None:
+    """An optimizer looks at most of its state only when it steps."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        optimizer.step = step
+        with contents_of(checkpoint):
+            return step(*args, **kwargs)
+
+    optimizer.step = first

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
 
 from finetune.digest import digest_folder
 from finetune.errors import UserError
@@ -16,7 +20,51 @@ from finetune.paths import disk_faults, read_json, write_json
 _NAME = re.compile(r"step-(\d+)")
 _SUMS = "sha256.json"
 _WEIGHTS = re.compile(r"(adapter_model|model(-\d+-of-\d+)?)\.safetensors")
+_REFUSED_SUFFIX = ".refused"
+# What optimizers, schedules, generators and readers of files raise at contents that are not theirs.
+_OF_CONTENTS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    FileNotFoundError,
+    SafetensorError,
+)
 PIN_SUFFIX = ".pinned"  # `touch checkpoints/step-200.pinned` keeps that checkpoint
+
+
+class UnusableCheckpointError(UserError):
+    """A checkpoint that is whole, but whose contents training cannot be continued from."""
+
+    def __init__(self, checkpoint: Path, reason: str) -> None:
+        self.checkpoint, self.reason = checkpoint, reason
+        super().__init__(
+            f"checkpoint {checkpoint.name} cannot be continued from: {reason}",
+            where=str(checkpoint),
+            why="it is whole, so its files were changed together with their checksums, or other software wrote them",
+            fix="delete that checkpoint; the same command then continues from the one before it",
+        )
+
+
+@contextmanager
+def contents_of(checkpoint: Path) -> Iterator[None]:
+    """Take what fails inside for a fault of what `checkpoint` holds: UnusableCheckpointError.
+
+    A full memory, a broken device and a disk that cannot be read keep their own errors.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except UserError as error:
+        raise UnusableCheckpointError(checkpoint, error.faults[0].what) from error
+    except _OF_CONTENTS as error:
+        said = (
+            f"it lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error).strip()
+        )
+        raise UnusableCheckpointError(checkpoint, said.partition("\n")[0] or type(error).__name__) from error
 
 
 def fsync_tree(folder: Path) -> None:
@@ -102,6 +150,14 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint so that it counts as none any more, and is there to be looked at; returns its new place."""
+    place = checkpoint.with_name(checkpoint.name + _REFUSED_SUFFIX)
+    shutil.rmtree(place, ignore_errors=True)  # of an earlier time
+    checkpoint.rename(place)
+    return place
+
+
 def checkpoint_step(checkpoint: Path) -> int:
     """The optimizer step in a checkpoint's name."""
     match = _NAME.fullmatch(checkpoint.name)
@@ -132,7 +188,12 @@ def damage(checkpoint: Path) -> str | None:
     pickles = sorted(name for name in found if _may_be_pickle(name))
     if pickles:
         return f"{pickles[0]} is a pickle file and is refused"
-    return None if any(_WEIGHTS.fullmatch(name) for name in found) else "it holds no weights"
+    return None if weight_files(checkpoint) else "it holds no weights"
+
+
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The files that hold the trained weights, by name."""
+    return sorted(path for path in checkpoint.glob("*.safetensors") if _WEIGHTS.fullmatch(path.name))
 
 
 def _may_be_pickle(name: str) -> bool:

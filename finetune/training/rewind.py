@@ -22,8 +22,16 @@ from finetune.paths import read_json, write_json
 from finetune.recipe.train_section import TrainSection
 from finetune.telemetry.divergence import STEPS, DivergenceRule
 from finetune.telemetry.events import read_events
-from finetune.training.checkpoints import checkpoint_step, damage, list_checkpoints
+from finetune.training.checkpoints import (
+    UnusableCheckpointError,
+    checkpoint_step,
+    damage,
+    list_checkpoints,
+    newest_usable,
+    set_aside,
+)
 from finetune.training.exact_trainer import DivergenceError, NotFiniteError
+from finetune.training.processes import n_processes
 
 FILE_NAME = "rewinds.json"
 HALF = 0.5
@@ -187,12 +195,41 @@ class Rewinder:
                 if not self._may_rewind():
                     self._log.write("stop", step=step, reason=trouble.reason, onset=step)
                     raise
+            except UnusableCheckpointError as error:
+                checkpoint = self._earlier(error)
+                continue
             if trouble is None:
                 return
             if not self._may_rewind():
                 self._log.write("stop", step=trouble.step, reason=trouble.reason, onset=trouble.onset)
                 raise self._diverged(trouble)
             checkpoint = self._rewind(trouble)
+
+    def _earlier(self, error: UnusableCheckpointError) -> Path:
+        """The checkpoint before one that is refused, which is set aside. Raises `error` again among several processes, some
+        of which may be training already."""
+        trainer = self._trainer
+        if n_processes() > 1:
+            raise error
+        place = set_aside(error.checkpoint)
+        said = f"checkpoint {error.checkpoint.name} cannot be continued from ({error.reason}); it is kept as {place}"
+        before = newest_usable(trainer.checkpoint_root, owner=trainer.owner, say=self._say)
+        if before is None:
+            raise UserError(
+                said,
+                why="no checkpoint comes before it, and the model holds what was read of this one",
+                fix="the same command now starts the training anew",
+            ) from error
+        self._say(f"{said}; training continues from {before.name}")
+        self._begin_anew(checkpoint_step(before))
+        return before
+
+    def _begin_anew(self, step: int) -> None:
+        """Forget what is later than `step`; optimizer and schedule are made anew, then filled from its checkpoint."""
+        self._log.write("resume", step=step)
+        self._trainer.tally.__init__()
+        self._trainer.optimizer = self._trainer.lr_scheduler = None
+        self._restart(step)
 
     def _may_rewind(self) -> bool:
         return self._settings.on_divergence == "rewind" and len(self.acts) < self._settings.rewind.at_most
@@ -218,7 +255,6 @@ class Rewinder:
                 shutil.rmtree(doomed)
         what = {**asdict(act), "rows": list(act.rows)}
         self._log.write("rewind", step=act.to_step, attempt=len(self.acts), **what)
-        self._log.write("resume", step=act.to_step)
         done = (
             f"with {rate_factor(self.acts, act.to_step):g} of the rate"
             if remedy == "halve_rate"
@@ -228,9 +264,7 @@ class Rewinder:
             f"{_told(trouble)}; back to step {act.to_step}, on {done} "
             f"(rewind {len(self.acts)} of at most {self._settings.rewind.at_most})"
         )
-        trainer.tally.__init__()
-        trainer.optimizer = trainer.lr_scheduler = None  # made anew, then filled from the checkpoint
-        self._restart(act.to_step)
+        self._begin_anew(act.to_step)
         return checkpoint
 
     def _last_good(self, onset: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,13 @@ def test_a_killed_run_chooses_as_a_whole_one_and_a_stopped_one_is_not_trained_on
     assert again.result_step == 6 and again.steps == 10
     assert any("nothing left to train" in line for line in said)
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
+    best = killed / "checkpoints" / "step-6"
+    (best / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"step 6 is the best one.*adapter_model.safetensors is changed"):
+        train(recipe, validation=make_rows(8), name="killed")
+    shutil.rmtree(best)
+    with pytest.raises(UserError, match="not there any more"):
+        train(recipe, validation=make_rows(8), name="killed")
 
 
 def test_without_early_stopping_the_best_of_all_steps_is_taken(
