@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Of glibc's mallopt(3). Blocks from the threshold on are mapped one by one, and unmapped when they are freed.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BLOCK = 1 << 17
+_ACTIVATION = 1 << 19
 _LARGE_BUFFER = 1 << 20
 # Where glibc's own, moving threshold ends as soon as a tensor of that size is freed.
 _LARGEST_HEAP_BLOCK = 1 << 25
@@ -33,7 +34,7 @@ def no_holes() -> Iterator[None]:
     """While a model is made: weights in passing leave no holes in the heap, which small tensors that stay would keep open.
 
     Quantizing a model, and the norms that DoRA starts from, left 360 to 530 MB of such holes in a process with a model of
-    135 million parameters. Training afterwards allocates as always, for mapping every block would cost it time.
+    135 million parameters.
     """
     with _mapped_from(_SMALL_BLOCK):
         yield
@@ -58,6 +59,22 @@ def returning_freed_memory() -> Iterator[None]:
     their holes grow with the number of layers: 425 MB beside four layers of 2,048 units, 273 MB so. It costs page faults.
     """
     with _mapped_from(_LARGE_BUFFER):
+        yield
+
+
+@contextmanager
+def mapped_activations(device_type: str) -> Iterator[None]:
+    """For the time of a training on a CPU every block of half a megabyte or more is mapped by itself.
+
+    What a layer keeps for its backward pass lies among what it only needs in passing, and packs of ever other lengths fit
+    none of the holes before them: 166 MB of holes beside 130 MB of activations after forty steps. Mapped, what is freed is
+    gone. In one process, 1,202 tokens of the embedded model a step: 149 MB less at the peak for 1 to 2 % more time, which
+    are page faults; with every block mapped from 256 kB on, 17 MB less still for 3 %.
+    """
+    if device_type != "cpu":
+        yield
+        return
+    with _mapped_from(_ACTIVATION):
         yield
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapters import trainables_to_fp32
 from finetune.model.fast import restore, speed_up
+from finetune.model.memory import mapped_activations
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.arguments import count_steps
@@ -129,7 +130,7 @@ class BatchProbe(Bench):
         self._recompute_as(recipe)
         trainer, devices = self.trainer, [torch.cuda.current_device()] if torch.cuda.is_available() else []
         self.model.train()
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), mapped_activations(trainer.args.device.type):
             inputs = trainer._prepare_inputs(trainer.data_collator(examples))
             with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
                 loss = trainer.compute_loss(self.model, inputs)
