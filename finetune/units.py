@@ -47,6 +47,11 @@ def format_count(n: int) -> str:
     return str(n)
 
 
+def format_amount(amount: float) -> str:
+    """One decimal, of small amounts as many as three digits need: 1234.56 -> '1,234.6', 0.0417 -> '0.0417'."""
+    return f"{amount:,.1f}" if amount == 0 or abs(amount) >= 10 else f"{amount:.3g}"
+
+
 def format_points(share: float) -> str:
     """A difference of shares as signed percentage points: 0.304 -> '+30.4 points'."""
     return f"{points(share)} points"

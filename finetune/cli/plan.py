@@ -86,12 +86,26 @@ def plan_recipe(
     as_json: JsonFlag = False,
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
-    from finetune.cli.plan_page import Forecasts, Plan, config_of_recipe, find_target, plan_time, run_probe
+    from finetune.cli.plan_page import (
+        Forecasts,
+        Plan,
+        config_of_recipe,
+        find_target,
+        plan_time,
+        refuse_unused,
+        run_probe,
+    )
     from finetune.cli.plan_teacher import teacher_of_recipe
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
     from finetune.recipe.resolve import load_recipe
 
+    refuse_unused(
+        train_tokens=train_tokens,
+        tokens_per_second=tokens_per_second,
+        price_per_hour=price_per_hour,
+        probe=probe,
+    )
     loaded = load_recipe(recipe, overrides or ())
     config, teacher = config_of_recipe(loaded), teacher_of_recipe(loaded)
     target = find_target(device, memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import UserError, did_you_mean
 from finetune.plan.time import DeviceSpec
-from finetune.units import format_bytes, format_count, format_duration, parse_bytes
+from finetune.units import format_amount, format_bytes, format_count, format_duration, parse_bytes
 
 if TYPE_CHECKING:
     from finetune.pipeline.probe import Probe
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 _BUILTIN_PREFIX = "builtin:"
+_LEAST_MEMORY_BYTES = 1_000_000  # a number without its unit is bytes, and never meant so
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TERM_NAMES = {
     "weights": "weights",
@@ -96,9 +98,11 @@ def find_target(device: str | None, memory: str | None) -> Target:
     from finetune.plan.time import device_spec
 
     memory_bytes = parse_bytes(memory) if memory is not None else None
-    if memory_bytes == 0:
+    if memory_bytes is not None and memory_bytes < _LEAST_MEMORY_BYTES:
         raise UserError(
-            f"'{memory}' holds nothing", where="--memory", fix="write it like 24GB, 500MB or 16GiB"
+            f"'{memory}' is {format_bytes(memory_bytes)}, and holds nothing",
+            where="--memory",
+            fix="write it with its unit, like 24GB, 500MB or 16GiB",
         )
     if device is None:
         device = "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
@@ -175,7 +179,7 @@ def plan_time(
         return probe.time(recipe, n_devices=n_devices)
     if train_tokens is None:
         return None
-    basis, rate = "probe", tokens_per_second
+    basis, rate = "given", tokens_per_second
     if rate is None:
         if target.spec is None:
             raise UserError(
@@ -190,6 +194,34 @@ def plan_time(
     return training_time(recipe, train_tokens, rate, n_rows=n_rows, n_devices=n_devices, basis=basis)
 
 
+def refuse_unused(
+    *, train_tokens: int | None, tokens_per_second: float | None, price_per_hour: float | None, probe: bool
+) -> None:
+    """Raise UserError for what would be passed over: a rate or a price without a length, or beside a probe that measures it."""
+    told = {"--train-tokens": train_tokens, "--tokens-per-second": tokens_per_second}
+    if probe and (given := [flag for flag, value in told.items() if value is not None]):
+        raise UserError(
+            "a probe counts the tokens and measures the rate by itself",
+            where=", ".join(given),
+            fix="leave out --probe, or these",
+        )
+    if price_per_hour is not None and not math.isfinite(price_per_hour):
+        raise UserError(
+            f"{price_per_hour} is not a price", where="--price-per-hour", fix="give a number from 0 up"
+        )
+    told = {"--tokens-per-second": tokens_per_second, "--price-per-hour": price_per_hour}
+    if (
+        train_tokens is None
+        and not probe
+        and (given := [flag for flag, value in told.items() if value is not None])
+    ):
+        raise UserError(
+            "no time and no price follow without the length of the training",
+            where=", ".join(given),
+            fix="add --probe, which measures it here, or --train-tokens with the tokens of one epoch",
+        )
+
+
 def run_probe(recipe: str, overrides: Sequence[str], target: Target, n_steps: int) -> Probe:
     """A few steps on this machine. Raises UserError where the plan is for another one."""
     if target.spec is not None:
@@ -199,6 +231,9 @@ def run_probe(recipe: str, overrides: Sequence[str], target: Target, n_steps: in
             fix="leave out --device, or give --train-tokens and take the rate of the device table",
         )
     from finetune.cli.output import note
+    from finetune.cli.quiet import quiet_libraries
+
+    quiet_libraries()
     from finetune.pipeline.probe import probe_training
 
     return probe_training(recipe, overrides, n_steps=n_steps, say=note)
@@ -319,8 +354,8 @@ def break_even_text(result: BreakEven, *, months: float, query_costs: dict[str, 
         lines.append("the tuned model saves nothing on a token: no volume pays for it")
     else:
         lines.append(
-            f"pays from {result.million_tokens_per_month:,.1f} million tokens a month "
-            f"({result.of_which_gpu_only:,.1f} once the tuning is paid off); "
+            f"pays from {format_amount(result.million_tokens_per_month)} million tokens a month "
+            f"({format_amount(result.of_which_gpu_only)} once the tuning is paid off); "
             f"each million saves {result.saving_per_million_tokens:,.2f}"
         )
     lines += [f"a query costs {cost:.6f} with the {name} model" for name, cost in query_costs.items()]
@@ -328,7 +363,7 @@ def break_even_text(result: BreakEven, *, months: float, query_costs: dict[str, 
     for point in result.curve:
         cheaper = "tuned is cheaper" if point.tuned_model < point.large_model else ""
         lines.append(
-            f"  {point.million_tokens_per_month:>14,.1f}  {point.large_model:>12,.2f}  "
+            f"  {format_amount(point.million_tokens_per_month):>14}  {point.large_model:>12,.2f}  "
             f"{point.tuned_model:>12,.2f}  {cheaper}".rstrip()
         )
     return "\n".join(lines)

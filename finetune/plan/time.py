@@ -54,7 +54,7 @@ CHECKPOINTING_SLOWDOWN = 1.30
 
 @dataclass(frozen=True, slots=True)
 class TrainingTime:
-    """Length of a training. `basis` says where the rate comes from: 'probe' or a device's name."""
+    """Length of a training. `basis` says where the rate comes from: 'given', a probe, or a device's name."""
 
     tokens: int
     steps: int
@@ -116,7 +116,7 @@ def training_time(
     n_rows: int | None = None,
     n_examples: int | None = None,
     n_devices: int = 1,
-    basis: str = "probe",
+    basis: str = "given",
 ) -> TrainingTime:
     """Steps and seconds to pass over `train_tokens` (one epoch's) as often as the recipe says.
 
@@ -124,9 +124,9 @@ def training_time(
     packs are taken as full, and without packing a step counts rows, so `n_rows` must be given. `max_steps` cuts both steps
     and tokens.
     """
-    if tokens_per_second <= 0 or train_tokens < 1:
+    if not 0 < tokens_per_second < math.inf or train_tokens < 1:
         raise UserError(
-            "a training time needs tokens and a rate above zero",
+            "a training time needs tokens and a finite rate above zero",
             where="--train-tokens, --tokens-per-second",
             fix="give the tokens of one epoch, and a rate from a probe or --device",
         )

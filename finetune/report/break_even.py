@@ -12,6 +12,7 @@ from finetune.plan.cost import BreakEven
 from finetune.report.comparison import Judgement
 from finetune.report.rendering import render
 from finetune.report.svg import Series, line_plot
+from finetune.units import format_amount
 
 _VOLUME = "volume"  # short: the first tick of the axis carries it
 
@@ -38,7 +39,7 @@ def render_break_even(result: BreakEven, *, months: float, query_costs: Mapping[
     ]
     rows = [
         (
-            f"{point.million_tokens_per_month:,.1f}",
+            format_amount(point.million_tokens_per_month),
             f"{point.large_model:,.2f}",
             f"{point.tuned_model:,.2f}",
             f"{point.large_model - point.tuned_model:+,.2f}".replace("-", "\N{MINUS SIGN}"),
@@ -59,8 +60,8 @@ def _sentence(result: BreakEven) -> str:
     if result.million_tokens_per_month is None or result.of_which_gpu_only is None:
         return "The tuned model saves nothing on a token: no volume pays for it."
     return (
-        f"The tuned model is cheaper from {result.million_tokens_per_month:,.1f} million tokens a month on, and from "
-        f"{result.of_which_gpu_only:,.1f} once the tuning is paid off."
+        f"The tuned model is cheaper from {format_amount(result.million_tokens_per_month)} million tokens a month on, and "
+        f"from {format_amount(result.of_which_gpu_only)} once the tuning is paid off."
     )
 
 

@@ -102,7 +102,7 @@ def test_a_known_gpu_brings_its_memory_and_speed(large: str) -> None:
 def test_a_measured_rate_wins() -> None:
     plan = answer(RECIPE, "--device", "cpu", "--train-tokens", "40000", "--tokens-per-second", "400")
     assert plan["time"]["seconds"] == pytest.approx(200.0)
-    assert plan["time"]["basis"] == "probe"
+    assert plan["time"]["basis"] == "given"
 
 
 def test_several_devices_share(large: str) -> None:
@@ -121,7 +121,18 @@ def test_an_unnamed_gpu_without_memory_is_only_forecast() -> None:
     [
         ([RECIPE, "--device", "h1000"], "did you mean 'h100'"),
         ([RECIPE, "--memory", "lots"], "'lots' is not a size"),
-        ([RECIPE, "--memory", "0GB"], "'0GB' holds nothing"),
+        ([RECIPE, "--memory", "0GB"], "'0GB' is 0 B, and holds nothing"),
+        ([RECIPE, "--memory", "24"], "'24' is 24 B, and holds nothing"),
+        ([RECIPE, "--price-per-hour", "2"], "without the length of the training"),
+        ([RECIPE, "--tokens-per-second", "200"], "without the length of the training"),
+        ([RECIPE, "--train-tokens", "10", "--tokens-per-second", "nan"], "a finite rate above zero"),
+        ([RECIPE, "--train-tokens", "10", "--tokens-per-second", "inf"], "a finite rate above zero"),
+        (
+            [RECIPE, "--train-tokens", "10", "--tokens-per-second", "9", "--price-per-hour", "inf"],
+            "inf is not",
+        ),
+        ([RECIPE, "--probe", "--train-tokens", "10"], "counts the tokens and measures the rate"),
+        ([RECIPE, "--offload", "optimizer"], "every device holds the whole model"),
         ([RECIPE, "--device", "cpu", "--train-tokens", "10"], "no rate is known"),
         ([RECIPE, "--set", "model.id=builtin:smollm"], "no embedded model"),
         ([RECIPE, "--set", "model.id=./nowhere"], "holds no config.json"),
@@ -143,6 +154,13 @@ def test_break_even_of_the_published_example() -> None:
     text = run(*BREAK_EVEN, "--gpu-per-month", "700").stdout
     assert "pays from 237.6 million tokens a month" in text
     assert "tuned is cheaper" in text
+
+
+def test_small_volumes_keep_their_digits() -> None:
+    text = run("break-even", "--tuning-cost", "10", "--large-price", "5", "--small-price", "1").stdout
+    assert "pays from 0.208 million tokens" in text
+    volumes = [line.split()[0] for line in text.splitlines()[4:]]
+    assert len(set(volumes)) == len(volumes) == 13
 
 
 def test_break_even_compares_a_query_with_and_without_examples() -> None:

@@ -119,6 +119,10 @@ def full(**options: Any) -> Forecast:
     return forecast_training(planned, LLAMA_8B, device="cuda", **options)
 
 
+def lora(**options: Any) -> Forecast:
+    return forecast_training(recipe(), LLAMA_8B, device="cuda", **options)
+
+
 def test_sharding_divides_what_each_stage_says() -> None:
     alone = full().terms_bytes
     sharded = {
@@ -130,8 +134,22 @@ def test_sharding_divides_what_each_stage_says() -> None:
     assert sharded["zero1"]["optimizer"] == alone["optimizer"] // 8
     assert sharded["zero1"]["gradients"] == alone["gradients"]
     assert sharded["zero2"]["gradients"] == alone["gradients"] // 8
-    assert sharded["zero3"]["master_copy"] == sharded["zero2"]["master_copy"]
-    assert sharded["zero3"] == sharded["fsdp2"]
+    assert sharded["zero3"]["master_copy"] == sharded["zero2"]["master_copy"] == alone["master_copy"] // 8
+    differ = {name for name in alone if sharded["zero3"][name] != sharded["fsdp2"][name]}
+    assert differ == {"buffers", "fragmentation"}  # what lies in the exchange
+
+
+def test_what_is_computed_with_is_whole_on_every_rank_below_stage_3() -> None:
+    """The trained fp32 weights are those that the passes read: DeepSpeed keeps a copy of a rank's own part beside them."""
+    for stage in ("zero1", "zero2"):
+        terms = full(world_size=8, sharding=stage).terms_bytes
+        assert terms["weights"] + terms["master_copy"] == full().terms_bytes["master_copy"] * 9 // 8
+    for stage in ("zero3", "fsdp2"):
+        terms = full(world_size=8, sharding=stage).terms_bytes
+        assert terms["weights"] == 0 and terms["buffers"] > 0  # layers are gathered one by one
+    adapter = {stage: lora(world_size=8, sharding=stage).terms_bytes for stage in ("ddp", "zero2", "zero3")}
+    assert adapter["zero2"]["adapters"] == adapter["ddp"]["adapters"] == 8 * adapter["zero2"]["master_copy"]
+    assert adapter["zero3"]["adapters"] == adapter["ddp"]["adapters"] // 8
 
 
 def test_a_sharded_frozen_base_is_divided_only_in_stage_3() -> None:
@@ -143,11 +161,34 @@ def test_a_sharded_frozen_base_is_divided_only_in_stage_3() -> None:
         assert terms["buffers"] > 0
 
 
-def test_offloading_moves_bytes_to_the_host_and_loses_none() -> None:
-    kept, moved = full(), full(offload="optimizer")
-    assert moved.host_bytes == kept.terms_bytes["optimizer"] + kept.terms_bytes["master_copy"]
-    assert moved.terms_bytes["optimizer"] == moved.terms_bytes["master_copy"] == 0
-    assert full(offload="all").host_bytes >= moved.host_bytes
+@pytest.mark.parametrize(
+    ("sharding", "offload", "moved"),
+    [
+        ("zero1", "optimizer", ["optimizer", "master_copy"]),
+        ("zero2", "optimizer", ["optimizer", "master_copy", "gradients"]),
+        ("zero3", "optimizer", ["optimizer", "gradients"]),
+        ("zero3", "all", ["optimizer", "gradients", "master_copy", "weights"]),
+        ("fsdp2", "all", ["optimizer", "gradients", "master_copy", "weights"]),
+    ],
+)
+def test_offloading_moves_bytes_to_the_host_and_loses_none(
+    sharding: Any, offload: Any, moved: list[str]
+) -> None:
+    kept = full(world_size=4, sharding=sharding)
+    without = full(world_size=4, sharding=sharding, offload=offload)
+    assert all(without.terms_bytes[name] == 0 for name in moved)
+    copied = kept.terms_bytes["master_copy"] if sharding == "zero3" else 0  # the part that is stepped there
+    assert without.host_bytes == sum(kept.terms_bytes[name] for name in moved) + copied
+    assert without.total_bytes < kept.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("sharding", "offload"),
+    [("none", "optimizer"), ("ddp", "all"), ("zero1", "all"), ("zero2", "all"), ("fsdp2", "optimizer")],
+)
+def test_what_nothing_can_offload_is_refused(sharding: Any, offload: Any) -> None:
+    with pytest.raises(UserError, match="--offload"):
+        full(world_size=4, sharding=sharding, offload=offload)
 
 
 def test_terms_add_up_to_the_total() -> None:

@@ -68,9 +68,11 @@ def test_without_packing_the_rows_are_needed() -> None:
     assert training_time(unpacked, 1000, 10.0, n_rows=10).steps == 3
 
 
-@pytest.mark.parametrize(("tokens", "rate"), [(0, 10.0), (100, 0.0)])
+@pytest.mark.parametrize(
+    ("tokens", "rate"), [(0, 10.0), (100, 0.0), (100, float("nan")), (100, float("inf"))]
+)
 def test_a_time_without_tokens_or_rate_is_refused(tokens: int, rate: float) -> None:
-    with pytest.raises(UserError, match="tokens and a rate"):
+    with pytest.raises(UserError, match="tokens and a finite rate"):
         training_time(recipe(), tokens, rate)
 
 
