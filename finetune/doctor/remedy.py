@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from finetune.errors import UserError
+from finetune.stats.means import wilson_interval
 from finetune.stats.plan import plan_power
 
 Knowledge = Literal["stable", "changes"]
@@ -118,14 +119,14 @@ def decide(standings: Sequence[Standing], facts: Facts) -> Decision:
             fix="write a suite (eval/README.md) and add --suite; `finetune stats power --effect 0.1` says how many items",
         )
     best = max(standings, key=lambda one: one.mean)
+    effect = _wanted(best, facts)
     reasons = (
-        _instructions(standings),
-        _knowledge(standings, facts),
+        _instructions(standings, effect),
+        _knowledge(standings, facts, effect),
         _format(best),
         _skill(best, facts),
         _cost(standings, best),
     )
-    effect = _wanted(best, facts)
     needed = None
     if effect is not None:
         needed = plan_power(effect=effect, accuracy=best.mean).items_paired
@@ -158,7 +159,7 @@ def _first(
             return "items", f"{best.arm} prompts may reach the goal already: only more items can tell"
     if best.mean >= 1.0:
         return "nothing", f"{best.arm} prompts get every item right"
-    instructions, knowledge, form, _, _ = reasons
+    _, knowledge, form, _, _ = reasons
     if knowledge.applies:
         return (
             "documents",
@@ -166,7 +167,7 @@ def _first(
         )
     if form.applies:
         return "format", "most failures are of form, which a server's constrained decoding mends at once"
-    if instructions.applies is None:
+    if not _with_examples(standings):
         return (
             "prompt",
             "no examples were shown yet, and they cost nothing: a tuning has to beat the best prompt",
@@ -182,8 +183,29 @@ def _first(
     return "tuning", f"what is left wrong is not form or knowledge; judge the tuned model {prompt}"
 
 
-def _instructions(standings: Sequence[Standing]) -> Reason:
-    shown = [one for one in standings if one.arm not in (_ZERO_SHOT, _DOCUMENTS)]
+def _with_examples(standings: Sequence[Standing]) -> list[Standing]:
+    return [one for one in standings if one.arm not in (_ZERO_SHOT, _DOCUMENTS)]
+
+
+def _shown_to_help(one: Standing, effect: float | None) -> bool | None:
+    """None where the items leave open whether it brings the gain that is wanted: nothing shown is not nothing there."""
+    if one.helps:
+        return True
+    assert one.gain is not None, "it was compared with the zero-shot prompt"
+    return None if effect is not None and one.gain["high"] >= effect else False
+
+
+def _help_told(one: Standing, effect: float | None) -> str:
+    """'few_shot is not shown to be better than zero_shot, and too few items to rule out a gain of 25.0 points'."""
+    helps = _shown_to_help(one, effect)
+    told = f"{one.arm} {'is' if helps else 'is not'} shown to be better than {_ZERO_SHOT}"
+    if helps is None and effect is not None:
+        told += f", and {one.n} items do not rule out {100 * effect:.1f} points"
+    return told
+
+
+def _instructions(standings: Sequence[Standing], effect: float | None) -> Reason:
+    shown = _with_examples(standings)
     remedy = "show examples in the prompt; keep the better prompt as the opponent that tuning has to beat"
     if not shown:
         return Reason(
@@ -193,19 +215,18 @@ def _instructions(standings: Sequence[Standing]) -> Reason:
             "add few_shot to the suite, and a better system text",
         )
     one = max(shown, key=lambda held: held.mean)
-    evidence = f"{one.arm} is {'shown to be' if one.helps else 'not shown to be'} better than {_ZERO_SHOT}"
-    return Reason("weak instructions", one.helps, evidence, remedy)
+    return Reason("weak instructions", _shown_to_help(one, effect), _help_told(one, effect), remedy)
 
 
-def _knowledge(standings: Sequence[Standing], facts: Facts) -> Reason:
+def _knowledge(standings: Sequence[Standing], facts: Facts, effect: float | None) -> Reason:
     remedy = "put documents in the prompt (retrieval); tune only how the model uses them"
     read = next((one for one in standings if one.arm == _DOCUMENTS), None)
     if read is not None and read.helps:
-        return Reason("missing knowledge", True, "with the documents it is shown to be better", remedy)
+        return Reason("missing knowledge", True, _help_told(read, effect), remedy)
     if facts.knowledge == "changes":
         return Reason("missing knowledge", True, "you said that it changes", remedy)
     if read is not None:
-        return Reason("missing knowledge", False, "the documents are not shown to help", remedy)
+        return Reason("missing knowledge", _shown_to_help(read, effect), _help_told(read, effect), remedy)
     if facts.knowledge == "stable":
         return Reason("missing knowledge", False, "you said that it does not change", remedy)
     return Reason(
@@ -224,10 +245,14 @@ def _format(best: Standing) -> Reason:
         return Reason(
             "wrong form", None, "the metric takes any text", "use a scorer with a form, such as valid_json"
         )
-    wrong = best.n * (1.0 - best.mean)
-    share = best.off_format / wrong if wrong > 0 else 0.0
-    evidence = f"{best.off_format} of {best.n} answers of {best.arm} are off-format, {_percent(min(share, 1.0))} of what is wrong"
-    return Reason("wrong form", share > _MOSTLY, evidence, remedy)
+    wrong = max(round(best.n * (1.0 - best.mean)), best.off_format)
+    evidence = f"{best.off_format} of {best.n} answers of {best.arm} are off-format"
+    if not wrong:
+        return Reason("wrong form", False, evidence, remedy)
+    low, high = wilson_interval(best.off_format, wrong)
+    told = f"{evidence}, {_percent(best.off_format / wrong)} [{100 * low:.1f}, {100 * high:.1f}] of what is wrong"
+    mostly = None if low <= _MOSTLY < high else low > _MOSTLY
+    return Reason("wrong form", mostly, told, remedy)
 
 
 def _skill(best: Standing, facts: Facts) -> Reason:
@@ -238,9 +263,12 @@ def _skill(best: Standing, facts: Facts) -> Reason:
         if best.off_format is None
         else (f"about {max(wrong, 0.0):.0f} of {best.n} have the form and are wrong{at_hand}")
     )
+    hidden = bool(best.off_format) and wrong < 1.0
+    if hidden:
+        evidence = f"what is wrong is off-format, which hides whether the content is right{at_hand}"
     return Reason(
         "domain, skill or style",
-        wrong >= 1.0,
+        None if hidden else wrong >= 1.0,
         evidence,
         f"tune with {FEWEST_EXAMPLES:,} to 5,000 examples: finetune run RECIPE",
     )

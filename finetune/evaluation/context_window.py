@@ -14,6 +14,10 @@ from finetune.evaluation.suite import Suite
 _FAULTS_SHOWN = 5
 
 
+class TooLongError(UserError):
+    """Items need more tokens than the model's context has."""
+
+
 def refuse_too_long(
     suite: Suite,
     items: Sequence[Item],
@@ -22,7 +26,7 @@ def refuse_too_long(
     arm: Arm,
     tokenizer: Any,
 ) -> None:
-    """An item whose prompt and longest answer do not fit into `context_tokens` is a UserError that names it.
+    """An item whose prompt and longest answer do not fit into `context_tokens` is a TooLongError that names it.
 
     context_tokens: None where the model has no limit, or it is not known.
     """
@@ -45,7 +49,7 @@ def refuse_too_long(
     if len(long) > _FAULTS_SHOWN:
         faults.append(Fault(f"{len(long) - _FAULTS_SHOWN} more items are too long"))
     if faults:
-        raise UserError(faults)
+        raise TooLongError(faults)
 
 
 def tokens_needed(suite: Suite, item: Item, prompt: Prompt, tokenizer: Any) -> int:

@@ -10,6 +10,7 @@ from statistics import mean
 from finetune.doctor.remedy import Decision, Facts, Standing, decide
 from finetune.errors import UserError
 from finetune.evaluation.compare import compare_records
+from finetune.evaluation.context_window import TooLongError
 from finetune.evaluation.saved_arms import SavedArm
 from finetune.evaluation.suite import Suite
 from finetune.pipeline.standing import answer_suite
@@ -39,12 +40,21 @@ def decide_whether_to_tune(
         ways["few_shot"] = (suite, "few_shot")
     if documents is not None:
         ways["documents"] = (_with_documents(suite, documents), "zero_shot")
-    answered = {
-        way: answer_suite(
-            name, asked, arm=arm, max_items=max_items, batch_size=batch_size, dtype=dtype, say=say
-        )
-        for way, (asked, arm) in ways.items()
-    }
+    answered: dict[str, SavedArm] = {}
+    for way, (asked, arm) in ways.items():
+        try:
+            answered[way] = answer_suite(
+                name, asked, arm=arm, max_items=max_items, batch_size=batch_size, dtype=dtype, say=say
+            )
+        except TooLongError as error:
+            if way != "documents":
+                raise
+            raise UserError(
+                "the documents and an item do not fit into the model's context",
+                where="--documents",
+                why=error.faults[0].what,
+                fix="give the passages that answer the questions, as a retrieval would pick them",
+            ) from None
     return decide([_standing(suite, way, answered) for way in answered], facts)
 
 

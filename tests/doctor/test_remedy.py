@@ -88,6 +88,43 @@ def test_what_was_not_measured_is_not_known() -> None:
     assert "not known" in text and "[45.0, 55.0], n = 400" in text
 
 
+def test_nothing_shown_by_few_items_is_not_nothing_there() -> None:
+    """An interval that still holds the gain that is wanted leaves the question open."""
+    few = first(
+        standing("zero_shot", 0.3), standing("few_shot", 0.32), standing("documents", 0.31), goal=0.42
+    )
+    found = {reason.name: reason for reason in few.reasons}
+    assert found["weak instructions"].applies is None and found["missing knowledge"].applies is None
+    assert "400 items do not rule out 10.0 points" in found["weak instructions"].evidence
+    many = first(
+        standing("zero_shot", 0.3), standing("few_shot", 0.32), goal=0.6
+    )  # 28 points, and at most 15 came
+    assert many.reasons[0].applies is False
+
+
+@pytest.mark.parametrize(
+    ("off_format", "n", "form", "skill"),
+    [
+        (280, 400, True, None),
+        (1, 1, None, None),
+        (10, 400, False, True),
+        (0, 400, False, True),
+        (150, 400, None, True),
+    ],
+)
+def test_form_is_the_cause_only_where_its_share_of_what_is_wrong_is_shown(
+    off_format: int, n: int, form: bool | None, skill: bool | None
+) -> None:
+    share = 0.3 if n > 1 else 0.0
+    found = {
+        one.name: one.applies
+        for one in first(standing("zero_shot", share, off_format=off_format, n=n)).reasons
+    }
+    assert (found["wrong form"], found["domain, skill or style"]) == (form, skill)
+    right = {one.name: one.applies for one in first(standing("zero_shot", 1.0)).reasons}
+    assert right["wrong form"] is False and right["domain, skill or style"] is False
+
+
 def test_a_long_prompt_is_a_cost_that_tuning_saves() -> None:
     dear = first(standing("zero_shot", 0.2), standing("few_shot", 0.6, better=True, prompt_tokens=900.0))
     assert next(one for one in dear.reasons if one.name == "cost and latency").applies
