@@ -179,12 +179,13 @@ Targets = TeacherTargets | OtherTargets
 
 
 class DistillationLoss(NamedTuple):
-    """`loss` is what is minimised. The sums over targets are for telemetry and have no gradient; a part of weight 0 is not
-    computed, and its sum is NaN."""
+    """`loss` is what is minimised. The sums over targets, and the losses [n] of each of them before its weight, are for
+    telemetry and have no gradient; a part of weight 0 is not computed, and its sum is NaN."""
 
     loss: Tensor
     divergence_sum: Tensor
     nll_sum: Tensor
+    by_target: Tensor
 
 
 def chunked_distillation_loss(
@@ -228,8 +229,8 @@ def chunked_distillation_loss(
         found = _ChunkedLoss.apply(
             hidden.to(head_weight.dtype), head_weight, head_bias, targets, answer_ids, weights, settings
         )  # type: ignore[no-untyped-call]
-    loss, divergence_sum, nll_sum = found
-    return DistillationLoss(loss / divisor, divergence_sum, nll_sum)
+    loss, divergence_sum, nll_sum, by_target = found
+    return DistillationLoss(loss / divisor, divergence_sum, nll_sum, by_target)
 
 
 def target_places(labels: Tensor, *, ignored: int = -100) -> tuple[Tensor, Tensor]:
@@ -267,9 +268,10 @@ class _ChunkedLoss(torch.autograd.Function):
         answer_ids: Tensor,
         weights: Tensor | None,
         settings: _Settings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         summed = torch.float64 if head.dtype == torch.float64 else torch.float32
         sums = torch.zeros(3, dtype=torch.float64, device=hidden.device)
+        by_target = torch.zeros(len(hidden), dtype=summed, device=hidden.device)
         slopes = [  # of the head and its bias they are sums over chunks
             torch.zeros_like(one, dtype=one.dtype if one is hidden else summed)
             if one is not None and needed
@@ -282,7 +284,7 @@ class _ChunkedLoss(torch.autograd.Function):
             own = None if weights is None else weights[start:stop]
             slope = _chunk(
                 logits, targets.part(start, stop), answer_ids[start:stop], own, settings, sums,
-                differentiate=any(ctx.needs_input_grad[:3]),
+                by_target[start:stop], differentiate=any(ctx.needs_input_grad[:3]),
             )  # fmt: skip
             del logits
             if slope is not None:
@@ -296,8 +298,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if settings.answer_weight == 0.0:
             nll_sum = nll_sum * math.nan
         divergence_sum, nll_sum = divergence_sum.clone(), nll_sum.clone()  # views cannot be marked
-        ctx.mark_non_differentiable(divergence_sum, nll_sum)
-        return loss.clone(), divergence_sum, nll_sum
+        ctx.mark_non_differentiable(divergence_sum, nll_sum, by_target)
+        return loss.clone(), divergence_sum, nll_sum, by_target
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,10 +317,12 @@ def _chunk(
     weights: Tensor | None,
     settings: _Settings,
     sums: Tensor,
+    by_target: Tensor,
     *,
     differentiate: bool,
 ) -> Tensor | None:
-    """Add a chunk's weighted loss, divergence and nll to `sums` [3]; return the loss's derivative by the logits [c, V]."""
+    """Add a chunk's weighted loss, divergence and nll to `sums` [3] and write each target's own loss into `by_target` [c];
+    return the loss's derivative by the logits [c, V]."""
     share = settings.answer_weight
     with torch.set_grad_enabled(differentiate):
         logits = logits.detach().requires_grad_(differentiate)
@@ -331,6 +335,7 @@ def _chunk(
             nll = torch.nn.functional.cross_entropy(logits, answer_ids, reduction="none")
             sums[2] += nll.detach().sum()
             total = total + share * nll
+        by_target.copy_(total.detach())
         loss = (total if weights is None else total * weights).sum()
         sums[0] += loss.detach()
         return torch.autograd.grad(loss, logits)[0] if differentiate else None

@@ -96,6 +96,7 @@ class DistilTrainer(ExactSftTrainer):
         self.require_finite_loss(loss_sum)
         self.tally.nll_sum += loss_sum
         self.count_tokens(inputs, n_targets)
+        self.note_worst_row(inputs, parts.by_target)
         sums = {"divergence": float(parts.divergence_sum), "nll": float(parts.nll_sum)}
         known = {name: (total, n_targets) for name, total in sums.items() if not math.isnan(total)}
         self.tally.add_examples(0, known)

@@ -137,7 +137,8 @@ class AnswerTrainer(ExactTrainer):
     ) -> Tensor:
         """The micro-batch's part of the step's loss; counts it in the tally."""
         assert not return_outputs, "the logits are never built"
-        losses = self.losses(self.score(model, inputs), inputs)
+        answers = self.score(model, inputs)
+        losses = self.losses(answers, inputs)
         total = losses.example_sum
         if losses.nll_sum is not None:
             per_example = self._step_examples / max(self._step_chosen_targets, 1.0)
@@ -150,7 +151,21 @@ class AnswerTrainer(ExactTrainer):
         tally.n_tokens += inputs["input_ids"].numel()
         tally.sum_squared_lengths += attention_work(inputs["branches"])
         tally.add_examples(self.n_examples(inputs), losses.measures)
+        self._note_rows(answers, inputs)
         return self.step_loss(total, self._step_examples)
+
+    def _note_rows(self, answers: Answers, batch: dict[str, Any]) -> None:
+        """Keep which rows were learnt from, and the one with the highest loss: its own, and its chosen answer's mean nll where
+        that is learnt too."""
+        rows: list[str] = batch["row_ids"]
+        self.tally.rows.extend(rows)
+        with torch.no_grad():
+            each = self.losses_of_examples(answers, batch)
+        worst = max(
+            (own + self.nll_weight * nll / max(n_targets, 1), row)
+            for (own, nll, n_targets), row in zip(each, rows, strict=True)
+        )
+        self.tally.worst_row = max(worst, self.tally.worst_row or worst)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         """Examples of the whole optimizer step, over all ranks; the targets of its chosen answers are kept beside it."""

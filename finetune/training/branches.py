@@ -114,7 +114,7 @@ class BranchCollator:
     `whole_answers`: keep each answer's last token; `pad_id`: the padding token of a model that scores whole texts.
 
     Returns input_ids and position_ids [1, T], branches [S, 4], sources and targets [M], answer_lengths and last_places
-    [A], and where known reference [A] and wanted [examples].
+    [A], row_ids, and where known reference [A] and wanted [examples].
     """
 
     share_prompts: bool
@@ -134,6 +134,7 @@ class BranchCollator:
             "targets": torch.tensor(row.targets),
             "answer_lengths": torch.tensor(row.lengths),
             "last_places": torch.tensor(row.last),
+            "row_ids": [example.row_id for example in examples],
         }
         references = [members.reference for members in packs]
         if all(reference is not None for reference in references):

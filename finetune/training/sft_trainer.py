@@ -106,7 +106,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         self.require_finite_loss(objective)
         self.tally.nll_sum += nll_sum
         self.count_tokens(inputs, losses.nll.numel())
-        self._note_worst_row(inputs, losses.nll.detach())
+        self.note_worst_row(inputs, losses.nll.detach())
         if weights is not None or not self.settings.loss.is_plain:
             total_weight = losses.nll.numel() if weights is None else float(weights.sum())
             self.tally.add_examples(0, {"objective": (objective, total_weight)})
@@ -125,7 +125,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
             ids = [self.row_ids[row] for row in inputs.get("rows", ())]
             tally.rows.extend(row for row in ids if row not in silent)
 
-    def _note_worst_row(self, inputs: dict[str, Any], nll: Tensor) -> None:
+    def note_worst_row(self, inputs: dict[str, Any], nll: Tensor) -> None:
         """Keep the row whose targets have the highest mean loss; `nll` [M] are those of the batch's targets."""
         if self.row_ids is None or "rows" not in inputs or not nll.numel():
             return

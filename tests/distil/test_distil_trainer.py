@@ -197,3 +197,18 @@ def test_a_row_whose_targets_were_taken_out_is_not_asked_of_the_teacher(packing:
         rows = torch.tensor([[-100, 5, 5], [-100, -100, -100], [-100, 7, -100]])
         batch = {"rows": [4, 9, 2], "labels": rows}
     assert rows_with_targets(batch) == [4, 2]
+
+
+def test_the_step_names_the_row_that_is_furthest_from_the_teacher(
+    train: Any, make_recipe: Any, rows: Any, teacher: Any, target_logits: Any
+) -> None:
+    recipe = make_recipe({"train.max_steps": 1, "train.gradient_accumulation_steps": 8})
+    student = cut_layers(copy.deepcopy(teacher), [0, 2])
+    _, folder, _ = train(recipe, student, live(teacher), rows)
+    means = []
+    for row in rows:
+        (ours, _), (theirs, _) = target_logits(student, [row]), target_logits(teacher, [row])
+        means.append(float(divergence("forward_kl", ours, TeacherTargets.full(theirs)).mean()))
+    (step,) = steps_of(folder)
+    assert step["worst_row"] == rows[means.index(max(means))].row_id
+    assert step["worst_row_loss"] == pytest.approx(max(means), rel=1e-4)

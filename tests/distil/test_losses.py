@@ -157,6 +157,26 @@ def test_parts_are_told_and_what_has_no_weight_is_not_computed(student: dict[str
     )
     assert learnt.loss.requires_grad
     assert not learnt.divergence_sum.requires_grad and not learnt.nll_sum.requires_grad
+    assert not learnt.by_target.requires_grad
+
+
+def test_every_targets_own_loss_is_told_before_its_weight(student: dict[str, torch.Tensor]) -> None:
+    teacher = top_k(logits(N, V, 2), K)
+    weights = torch.linspace(0.0, 2.0, N, dtype=torch.float64)
+    found = chunked_distillation_loss(
+        **student,
+        targets=teacher,
+        kind="jsd",
+        answer_weight=0.25,
+        n_items=1.0,
+        weights=weights,
+        chunk_tokens=4,
+    )
+    whole = torch.nn.functional.linear(student["hidden"], student["head_weight"])
+    nll = torch.nn.functional.cross_entropy(whole, student["answer_ids"], reduction="none")
+    expected = 0.75 * divergence("jsd", whole, teacher) + 0.25 * nll
+    assert found.by_target.tolist() == pytest.approx(expected.tolist(), abs=1e-10)
+    assert float(found.loss) == pytest.approx(float((expected * weights).sum()), abs=1e-9)
 
 
 def test_a_batch_without_targets_has_loss_and_gradient_zero(student: dict[str, torch.Tensor]) -> None:
