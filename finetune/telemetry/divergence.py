@@ -1,16 +1,19 @@
-"""When a loss has diverged: one rule, used while training and when the curve is read afterwards. No torch."""
+"""When a loss has diverged: one rule, used while training and when the curve is read afterwards, and how what was done about it
+is told. No torch."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 STEPS = 10  # in a row that must be bad: a spike that recovers is over by then
 _AFTER = 5  # steps at the start that tell where the loss began
 _ABOVE_BEST = 0.25
 _ABOVE_START = 0.05
 _NOISES_ABOVE_BEST = 4.0
+_ROWS_NAMED = 20
 
 
 class DivergenceRule:
@@ -51,6 +54,18 @@ class DivergenceRule:
     def onset(self) -> int:
         """Place of the first bad step, from 0, once `add` has said True."""
         return len(self._losses) - STEPS
+
+
+def rewind_sentence(event: Mapping[str, Any]) -> str:
+    """One `rewind` event in a sentence; what the event lacks or holds damaged is shown as it is."""
+    reason = "a loss or gradient that was not finite" if event.get("reason") == "not_finite" else "divergence"
+    rows = event.get("rows")
+    if isinstance(rows, list) and rows:
+        more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
+        remedy = f"without rows {', '.join(map(str, rows[:_ROWS_NAMED]))}{more}"
+    else:
+        remedy = f"with {event.get('rate_share', event.get('rate_factor'))} of the rate"
+    return f"After {reason} at step {event.get('onset')} the run went back to step {event.get('step')} and on {remedy}."
 
 
 def first_divergence(losses: Sequence[float]) -> int | None:

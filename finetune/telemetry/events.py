@@ -47,10 +47,10 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Events in order; torn lines are skipped, and steps that a later resume replayed are dropped.
+    """Events in order; torn and damaged lines are skipped, and steps that a later resume replayed are dropped.
 
     After `{"event": "resume", "step": N}` every earlier event of a step beyond N tells of work that was lost with the
-    process, so it is left out of the story.
+    process, so it is left out of the story. A rewind stays: what was done holds for all later steps.
     """
     events: list[dict[str, Any]] = []
     if not path.exists():
@@ -60,9 +60,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(record, dict) or "event" not in record:
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
             continue
-        if record["event"] == "resume":
-            events = [event for event in events if event.get("step", 0) <= record["step"]]
+        if record["event"] == "resume" and isinstance(last := record.get("step"), int):
+            events = [event for event in events if event["event"] == "rewind" or not _is_beyond(event, last)]
         events.append(record)
     return events
+
+
+def _is_beyond(event: dict[str, Any], step: int) -> bool:
+    own = event.get("step")
+    return isinstance(own, int) and own > step

@@ -58,7 +58,9 @@ class RunView:
         elif kind == "sample":
             self.samples.setdefault(step, []).append(event)
         elif kind == "start":
-            self.total_steps, self.max_grad_norm = event.get("total_steps"), event.get("max_grad_norm")
+            total = event.get("total_steps")
+            self.total_steps = total if isinstance(total, int) and not isinstance(total, bool) else None
+            self.max_grad_norm = number(event.get("max_grad_norm"))
         elif kind == "stage":
             self.stage = event
         elif kind == "resume":
@@ -74,7 +76,7 @@ class RunView:
         if self.total_steps is None:
             return None
         recent = [self.steps[step] for step in sorted(self.steps)[-_RECENT_STEPS - 1 :]]
-        times = [datetime.fromisoformat(event["time"]) for event in recent if "time" in event]
+        times = [time for event in recent if (time := _time_of(event)) is not None]
         paces = [(later - sooner).total_seconds() for sooner, later in pairwise(times)]
         paces = [pace for pace in paces if pace > 0]
         if not paces:
@@ -158,10 +160,16 @@ class RunView:
         curve = f" {sparkline(losses, _CURVE_WIDTH):<{_CURVE_WIDTH}}" if draws else ""
         last = f"{losses[-1]:.4g}" if losses[-1] is not None else "not finite"
         found = [f"{'validation':<17}{curve} {last:>10}  at step {steps[-1]}"]
-        sources = self.validations[steps[-1]].get("sources") or {}
-        largest = sorted(sources.items(), key=lambda item: -item[1]["target_tokens"])
-        for name, part in largest[:_MOST_SOURCES]:
-            found.append(f"  {on_one_line(name)}: {part['loss']:.4g} over {part['target_tokens']} targets")
+        sources = self.validations[steps[-1]].get("sources")
+        parts = [
+            (name, loss, targets)
+            for name, part in (sources.items() if isinstance(sources, dict) else ())
+            if isinstance(part, dict)
+            and (loss := number(part.get("loss"))) is not None
+            and (targets := number(part.get("target_tokens"))) is not None
+        ]
+        for name, loss, targets in sorted(parts, key=lambda part: -part[2])[:_MOST_SOURCES]:
+            found.append(f"  {on_one_line(name)}: {loss:.4g} over {targets:.0f} targets")
         return found
 
     def _sample_lines(self) -> list[str]:
@@ -172,7 +180,8 @@ class RunView:
         for sample in self.samples[step]:
             kl = number(sample.get("kl_to_base"))
             moved = f"  [KL to the base {kl:.3g}]" if kl is not None else ""
-            found.append(f"  {on_one_line(sample['name'])}: {on_one_line(sample['output'])}{moved}")
+            name, output = (on_one_line(sample.get(key, "")) for key in ("name", "output"))
+            found.append(f"  {name}: {output}{moved}")
         return found
 
 
@@ -197,7 +206,18 @@ def number(value: Any) -> float | None:
     """A finite number of an event, or None: what is not finite is written by its name."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        found = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _time_of(event: Record) -> datetime | None:
+    try:
+        return datetime.fromisoformat(event["time"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def on_one_line(text: str, most_characters: int = _SAMPLE_CHARACTERS) -> str:
@@ -209,8 +229,12 @@ def on_one_line(text: str, most_characters: int = _SAMPLE_CHARACTERS) -> str:
 
 def _rewound(event: Record) -> str:
     """What `train.on_divergence: rewind` did, and where it goes on from."""
-    rows = event.get("rows") or ()
-    done = f"without {len(rows)} rows" if rows else f"with {event.get('rate_factor')} times the rate"
+    rows, share = event.get("rows"), number(event.get("rate_share", event.get("rate_factor")))
+    done = (
+        f"without {len(rows)} rows"
+        if isinstance(rows, list) and rows
+        else f"with {share or 0.0:g} of the rate"
+    )
     why = _REASONS.get(str(event.get("reason")), "it went wrong")
     return f"back from step {event.get('from_step')} and on {done}, for {why}"
 

@@ -59,14 +59,30 @@ class Act:
 
 
 def read_acts(run_folder: Path) -> list[Act]:
-    """The acts of a run, in their order; none where it never rewound."""
+    """The acts of a run, in their order; none where it never rewound. Raises UserError where they cannot be read."""
+    return _read(run_folder)[0]
+
+
+def write_acts(run_folder: Path, acts: Sequence[Act], *, is_done: bool = True) -> None:
+    """Atomically. Not `is_done`: the last act is decided, but what came after its step is not cleared away yet."""
+    content = {"format": 1, "acts": [asdict(act) for act in acts]}
+    write_json(run_folder / FILE_NAME, content | ({} if is_done else {"is_done": False}))
+
+
+def _read(run_folder: Path) -> tuple[list[Act], bool]:
+    """The acts, and whether the last one is done."""
     path = run_folder / FILE_NAME
-    return [Act.read(content) for content in read_json(path)["acts"]] if path.is_file() else []
-
-
-def write_acts(run_folder: Path, acts: Sequence[Act]) -> None:
-    """Atomically."""
-    write_json(run_folder / FILE_NAME, {"format": 1, "acts": [asdict(act) for act in acts]})
+    if not path.is_file():
+        return [], True
+    content = read_json(path)
+    try:
+        return [Act.read(one) for one in content["acts"]], bool(content.get("is_done", True))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} does not hold the rewinds of a run",
+            why="what was done about a divergence decides the rates and rows of all later steps",
+            fix="bring the file back, or train anew in another folder (--run-dir)",
+        ) from error
 
 
 def rate_factor(acts: Sequence[Act], step: int) -> float:
@@ -102,13 +118,14 @@ class DivergenceWatch(TrainerCallback):
         self.trouble: Trouble | None = None
 
     def continue_from(self, events: Sequence[dict[str, Any]]) -> None:
-        """Start anew from the steps that are told already."""
+        """Start anew from the steps that are told already; they may have diverged before their process was killed."""
         self._rule, self._rows, self.trouble = DivergenceRule(), {}, None
         for event in events:
-            if event["event"] == "step":
-                if event["loss"] is not None:
-                    self._rule.add(float(event["loss"]))
-                self._rows[event["step"]] = tuple(event.get("rows", ()))
+            if event["event"] != "step" or not isinstance(step := event.get("step"), int):
+                continue
+            self._rows[step] = tuple(event.get("rows", ()))
+            if (loss := event.get("loss")) is not None and self._rule.add(float(loss)):
+                self._diverged_at(step)
 
     def rows_before(self, step: int) -> tuple[str, ...]:
         """Rows of a step and of the one before it, each once."""
@@ -131,9 +148,14 @@ class DivergenceWatch(TrainerCallback):
         self._rows[step] = tuple(tally.rows)
         self._rows.pop(step - 2 * STEPS, None)
         if (tally.n_targets or tally.n_examples) and self._rule.add(tally.loss):
+            self._diverged_at(step)
+            control.should_training_stop = True
+
+    def _diverged_at(self, step: int) -> None:
+        """Note that this step proves it; of a replay the first one counts."""
+        if self.trouble is None:
             onset = step - STEPS + 1
             self.trouble = Trouble(onset, step, "diverged", self.rows_before(onset))
-            control.should_training_stop = True
 
 
 def _set_rates(scheduler: Any) -> None:
@@ -154,7 +176,7 @@ class Rewinder:
     """Trains to the end, whatever it takes within the recipe's limit.
 
     `restart(step)` is told after a rewind: what the session keeps of later steps must go. Acts of an earlier process are
-    read from the run folder when this is made.
+    read from the run folder when this is made; call `finish_act` before a checkpoint is chosen.
     """
 
     def __init__(
@@ -173,7 +195,7 @@ class Rewinder:
             restart,
         )
         self._settings: TrainSection = trainer.settings
-        self.acts = read_acts(run_folder)
+        self.acts, self._is_done = _read(run_folder)
         self.watch = DivergenceWatch(trainer, rewinds=self._settings.on_divergence == "rewind")
         trainer.rate_factor = lambda step: rate_factor(self.acts, step)
         trainer.left_out = lambda step: left_out(self.acts, step)
@@ -185,25 +207,31 @@ class Rewinder:
         trainer = self._trainer
         while True:
             self.watch.continue_from(read_events(self._folder / "events.jsonl"))
+            not_finite = None
             try:
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                if self.watch.trouble is None:
+                    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
                 trouble = self.watch.trouble
             except NotFiniteError as error:
-                step = error.step
+                step, not_finite = error.step, error
                 rows = dict.fromkeys([*self.watch.rows_before(step), *trainer.tally.rows])
                 trouble = Trouble(step, step, "not_finite", tuple(rows))
-                if not self._may_rewind():
-                    self._log.write("stop", step=step, reason=trouble.reason, onset=step)
-                    raise
             except UnusableCheckpointError as error:
                 checkpoint = self._earlier(error)
                 continue
             if trouble is None:
                 return
-            if not self._may_rewind():
-                self._log.write("stop", step=trouble.step, reason=trouble.reason, onset=trouble.onset)
-                raise self._diverged(trouble)
-            checkpoint = self._rewind(trouble)
+            try:
+                checkpoint = self._rewind(trouble, not_finite)
+            except UserError:
+                told = {"reason": trouble.reason, "onset": trouble.onset, "rows": list(trouble.rows)}
+                self._log.write("stop", step=trouble.step, **told)
+                raise
+
+    def finish_act(self) -> None:
+        """Clear away what the last act leaves behind, where its process was killed in the middle of that."""
+        if not self._is_done:
+            self._carry_out()
 
     def _earlier(self, error: UnusableCheckpointError) -> Path:
         """The checkpoint before one that is refused, which is set aside. Raises `error` again among several processes, some
@@ -231,12 +259,18 @@ class Rewinder:
         self._trainer.optimizer = self._trainer.lr_scheduler = None
         self._restart(step)
 
-    def _may_rewind(self) -> bool:
-        return self._settings.on_divergence == "rewind" and len(self.acts) < self._settings.rewind.at_most
-
-    def _rewind(self, trouble: Trouble) -> Path:
-        trainer, remedy = self._trainer, self._settings.rewind.remedy
+    def _rewind(self, trouble: Trouble, not_finite: NotFiniteError | None) -> Path:
+        """Decide on an act and carry it out; returns the checkpoint to go on from. Raises UserError where the recipe allows none
+        or none can help."""
+        settings = self._settings
+        if settings.on_divergence != "rewind" or len(self.acts) >= settings.rewind.at_most:
+            raise not_finite if not_finite is not None else self._diverged(trouble)
+        remedy = settings.rewind.remedy
         checkpoint = self._last_good(trouble.onset)
+        if remedy == "skip_rows" and left_out(self.acts, checkpoint_step(checkpoint)).issuperset(
+            trouble.rows
+        ):
+            raise self._no_rows_left(trouble)
         act = Act(
             from_step=trouble.step,
             onset=trouble.onset,
@@ -247,25 +281,33 @@ class Rewinder:
             rows=trouble.rows if remedy == "skip_rows" else (),
         )
         self.acts.append(act)
-        write_acts(self._folder, self.acts)  # first: a process killed here goes on as decided
-        for later in list_checkpoints(trainer.checkpoint_root):
+        write_acts(self._folder, self.acts, is_done=False)  # first: a process killed here goes on as decided
+        self._carry_out()
+        self._begin_anew(act.to_step)
+        return checkpoint
+
+    def _carry_out(self) -> None:
+        """Remove later checkpoints and tell the last act; what of that was done before is not done again."""
+        act, attempt = self.acts[-1], len(self.acts)
+        for later in list_checkpoints(self._trainer.checkpoint_root):
             if checkpoint_step(later) > act.to_step:
                 doomed = later.with_name(f".{later.name}.removed")
                 later.rename(doomed)
                 shutil.rmtree(doomed)
-        what = {**asdict(act), "rows": list(act.rows)}
-        self._log.write("rewind", step=act.to_step, attempt=len(self.acts), **what)
+        told = [event for event in read_events(self._folder / "events.jsonl") if event["event"] == "rewind"]
+        factor = rate_factor(self.acts, act.to_step)
+        if all(event.get("attempt") != attempt for event in told):
+            what = {**asdict(act), "rows": list(act.rows), "rate_share": factor}
+            self._log.write("rewind", step=act.to_step, attempt=attempt, **what)
         done = (
-            f"with {rate_factor(self.acts, act.to_step):g} of the rate"
-            if remedy == "halve_rate"
-            else f"without {len(act.rows)} rows"
+            f"without {len(act.rows)} rows" if act.remedy == "skip_rows" else f"with {factor:g} of the rate"
         )
         self._say(
-            f"{_told(trouble)}; back to step {act.to_step}, on {done} "
-            f"(rewind {len(self.acts)} of at most {self._settings.rewind.at_most})"
+            f"{_told(act)}; back to step {act.to_step}, on {done} "
+            f"(rewind {attempt} of at most {self._settings.rewind.at_most})"
         )
-        self._begin_anew(act.to_step)
-        return checkpoint
+        write_acts(self._folder, self.acts)
+        self._is_done = True
 
     def _last_good(self, onset: int) -> Path:
         """The newest undamaged checkpoint of a step before the first bad one."""
@@ -276,6 +318,13 @@ class Rewinder:
             f"there is no undamaged checkpoint from before step {onset} to go back to",
             where="train.on_divergence",
             fix="start the run anew with a lower train.learning_rate",
+        )
+
+    def _no_rows_left(self, trouble: Trouble) -> DivergenceError:
+        return DivergenceError(
+            f"{_told(trouble)} again, without the rows of its beginning",
+            why="the same steps without the same rows come to the same end: these rows are not the cause",
+            fix="set train.rewind.remedy: halve_rate, or lower train.learning_rate",
         )
 
     def _diverged(self, trouble: Trouble) -> DivergenceError:
@@ -294,7 +343,7 @@ class Rewinder:
         )
 
 
-def _told(trouble: Trouble) -> str:
+def _told(trouble: Trouble | Act) -> str:
     if trouble.reason == "not_finite":
-        return f"loss or gradient of step {trouble.step} is not finite"
+        return f"loss or gradient of step {trouble.onset} is not finite"
     return f"the loss diverged at step {trouble.onset}"

@@ -116,6 +116,7 @@ class Session:
         with self._one_process_writes() as writes:
             if writes:
                 trial_save(trainer, root)
+        rewinder.finish_act()
         checkpoint = self._resume(telemetry)
         if best is not None:
             best.continue_from(checkpoint_step(checkpoint) if checkpoint else 0)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from finetune.telemetry.divergence import STEPS, DivergenceRule, first_divergence
+from finetune.telemetry.divergence import STEPS, DivergenceRule, first_divergence, rewind_sentence
 
 FALLING = [3.0 - 0.05 * step for step in range(30)]  # to 1.55
 
@@ -44,3 +44,15 @@ def test_the_rule_is_told_step_by_step_and_names_the_onset() -> None:
     said = [rule.add(loss) for loss in [*FALLING, *[7.0] * STEPS]]
     assert said == [False] * (len(FALLING) + STEPS - 1) + [True]
     assert rule.onset == len(FALLING)
+
+
+def test_an_act_is_told_in_one_sentence() -> None:
+    act = {"reason": "diverged", "onset": 21, "step": 20, "rate_factor": 0.5, "rate_share": 0.25, "rows": []}
+    assert (
+        rewind_sentence(act)
+        == "After divergence at step 21 the run went back to step 20 and on with 0.25 of the rate."
+    )
+    rows = [f"row-{number}" for number in range(25)]
+    told = rewind_sentence({**act, "reason": "not_finite", "rows": rows})
+    assert told.startswith("After a loss or gradient that was not finite at step 21 ")
+    assert "without rows row-0, row-1," in told and told.endswith("row-19 and 5 more.")

@@ -38,3 +38,34 @@ def test_no_path_writes_nothing(tmp_path: Path) -> None:
     EventLog(None).write("step", step=1)
     assert list(tmp_path.iterdir()) == []
     assert read_events(tmp_path / "absent.jsonl") == []
+
+
+def test_what_was_done_about_a_divergence_stays_in_the_story(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for step in (1, 2, 3, 4):
+        log.write("step", step=step, loss=float(step))
+    log.write("rewind", step=4, onset=5, rows=["a"])
+    log.write("resume", step=2)  # the checkpoint of step 4 was damaged
+    assert [(event["event"], event["step"]) for event in read_events(log.path)] == [
+        ("step", 1),
+        ("step", 2),
+        ("rewind", 4),
+        ("resume", 2),
+    ]
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [
+        b"",
+        b"\x00\xff",
+        b"[1]",
+        b'"step"',
+        b'{"event": 3}',
+        b'{"event": "resume"}',
+        b'{"event": "resume", "step": "x"}',
+    ]
+    path.write_bytes(
+        b"\n".join([*lines, b'{"event": "step", "step": null}', b'{"event": "resume", "step": 1}'])
+    )
+    assert [event["event"] for event in read_events(path)] == ["resume", "resume", "step", "resume"]

@@ -103,7 +103,7 @@ def test_what_a_person_should_look_at_is_told_as_it_is_found() -> None:
     ]
     assert found == [
         "step 9: a spike: the loss [2J jumps",
-        "step 4: back from step 8 and on with 0.5 times the rate, for its loss stayed above where it began",
+        "step 4: back from step 8 and on with 0.5 of the rate, for its loss stayed above where it began",
         "step 4: back from step 8 and on without 2 rows, for its loss or gradient was not finite",
         "step 12: the run stopped: its loss or gradient was not finite",
     ]

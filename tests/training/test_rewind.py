@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from finetune.digest import digest_folder
+from finetune.doctor.diagnosis import diagnose
 from finetune.errors import UserError
-from finetune.telemetry.events import read_events
+from finetune.telemetry.events import EventLog, read_events
+from finetune.training import rewind
 from finetune.training.exact_trainer import StopWhenAsked
 from finetune.training.rewind import Act, left_out, rate_factor, read_acts, write_acts
 from finetune.training.sft_trainer import ExactSftTrainer
@@ -218,3 +221,89 @@ def test_acts_hold_from_their_step_on() -> None:
 def test_rows_are_not_left_out_of_pairs(make_recipe: Any) -> None:
     with pytest.raises(ValidationError, match="none can be left out alone"):
         make_recipe(train__method="dpo", train__rewind={"remedy": "skip_rows"})
+
+
+@pytest.mark.parametrize("moment", ["proven", "decided", "half cleared", "cleared", "told", "done"])
+def test_a_process_killed_during_a_rewind_goes_on_as_decided(
+    moment: str, rewound: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, whole, _ = rewound
+    write_event, write, remove = EventLog.write, rewind.write_acts, shutil.rmtree
+
+    def told(self: Any, event: str, **fields: Any) -> None:
+        if moment == "cleared" and event == "rewind":
+            raise SystemExit
+        write_event(self, event, **fields)
+        if moment == "told" and event == "rewind":
+            raise SystemExit
+
+    def decided(folder: Path, acts: Any, *, is_done: bool = True) -> None:
+        if moment == "proven":
+            raise SystemExit
+        write(folder, acts, is_done=is_done)
+        if moment == ("done" if is_done else "decided"):
+            raise SystemExit
+
+    def removed(path: Path, *args: Any, **kwargs: Any) -> None:
+        if moment == "half cleared" and str(path).endswith(".removed"):
+            raise SystemExit
+        remove(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EventLog, "write", told)
+        patch.setattr(rewind, "write_acts", decided)
+        patch.setattr(rewind.shutil, "rmtree", removed)
+        with pytest.raises(SystemExit):
+            train(recipe, name="killed")
+    _, killed, _ = train(recipe, name="killed")
+    assert read_acts(killed) == read_acts(whole)
+    assert len(events_of(killed, "rewind")) == 1
+    assert losses_of(killed) == losses_of(whole)
+    assert digest_folder(killed / "model") == digest_folder(whole / "model")
+
+
+def test_leaving_out_rows_ends_when_it_changes_nothing(
+    make_recipe: Any, make_rows: Any, train: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step that breaks whatever its rows are: the second time there is nothing left to leave out."""
+    original = ExactSftTrainer.training_step
+
+    def poisoned(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, model, *args, **kwargs)
+        if self.state.global_step == 9:
+            next(p for p in model.parameters() if p.grad is not None).grad[0] = math.nan
+        return loss
+
+    monkeypatch.setattr(ExactSftTrainer, "training_step", poisoned)
+    recipe = make_recipe(**REWINDING | {"train__rewind": {"remedy": "skip_rows"}, "train__packing": False})
+    with pytest.raises(UserError, match="step 10 is not finite again, without the rows") as caught:
+        train(recipe, rows=make_rows(16))
+    assert "halve_rate" in caught.value.faults[0].fix
+    (act,) = read_acts(tmp_path / "run")
+    assert len(act.rows) == 2
+    (stop,) = events_of(tmp_path / "run", "stop")
+    assert (stop["step"], stop["reason"]) == (10, "not_finite")
+
+
+def test_what_stopped_a_run_names_the_rows_of_its_beginning(
+    explosive: None, make_recipe: Any, train: Any, tmp_path: Path
+) -> None:
+    recipe = make_recipe(**{**REWINDING, "train__on_divergence": "stop"})
+    with pytest.raises(UserError, match="diverged at step 17"):
+        train(recipe)
+    (stop,) = events_of(tmp_path / "run", "stop")
+    rows = {event["step"]: event["rows"] for event in events_of(tmp_path / "run", "step")}
+    assert stop["rows"] == list(dict.fromkeys([*rows[16], *rows[17]]))
+    found = diagnose(read_events(tmp_path / "run" / "events.jsonl"))[0]
+    assert (found.shape, found.steps, list(found.rows)) == ("divergence", (17,), stop["rows"])
+    assert "from step 17 on" in found.why
+    with pytest.raises(UserError, match="diverged at step 17"):  # again, at once
+        train(recipe)
+    assert len(events_of(tmp_path / "run", "step")) == len(rows)
+
+
+def test_damaged_rewinds_are_refused_with_their_remedy(make_recipe: Any, train: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rewinds.json").write_text('{"acts": [{"onset": 3}]}')
+    with pytest.raises(UserError, match=r"rewinds\.json does not hold the rewinds of a run"):
+        train(make_recipe(**REWINDING))
