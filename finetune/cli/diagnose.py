@@ -19,12 +19,22 @@ def diagnose(
     """Name the shape of a run's curve with evidence and remedy: healthy, spikes and their rows, divergence, overfitting, a
     rate too low, no signal, data too hard or too easy, unshuffled order, leaking throughput, fp16 overflow.
 
-    Reads events.jsonl only; a run that still goes on is read as far as it is.
+    Reads events.jsonl only; a run that still goes on is read as far as it is, and one that went back after a divergence
+    as it went on from there: what was done about it is told behind the findings.
     """
     from finetune.cli.watch import find_run
-    from finetune.doctor.diagnosis import diagnose_run
+    from finetune.doctor.diagnosis import diagnose, events_of
+    from finetune.telemetry.divergence import rewind_sentence
 
     folder = find_run(run)
-    found = diagnose_run(folder)
-    payload = {"run": str(folder), "shape": found[0].shape, "findings": [one.to_dict() for one in found]}
-    emit(payload, "\n".join(map(str, found)), as_json=as_json)
+    events = events_of(folder)
+    found = diagnose(events)
+    rewinds = [event for event in events if event["event"] == "rewind"]
+    payload = {
+        "run": str(folder),
+        "shape": found[0].shape,
+        "findings": [one.to_dict() for one in found],
+        "rewinds": rewinds,
+    }
+    told = [*map(str, found), *map(rewind_sentence, rewinds)]
+    emit(payload, "\n".join(told), as_json=as_json)

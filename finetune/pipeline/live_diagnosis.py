@@ -20,12 +20,17 @@ class LiveDiagnosis(TrainerCallback):
 
     def __init__(self, events: Path, say: Callable[[str], None]) -> None:
         self._events, self._say = events, say
-        self._next_look = _FIRST_LOOK
+        self._next_look, self._last_step = _FIRST_LOOK, 0
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step = state.global_step
+        if (
+            step <= self._last_step
+        ):  # the run went back: what was found after this step is told again, if it comes again
+            self._next_look = step + _FIRST_LOOK
+        self._last_step = step
         if not state.is_world_process_zero or (step < self._next_look and step < state.max_steps):
             return
         self._next_look = max(step + _FIRST_LOOK, round(step * _GROWTH))

@@ -114,12 +114,13 @@ def _describe(inputs: RunInputs, manifest: RunManifest) -> None:
 
 @contextmanager
 def _report_when_interrupted(folder: Path) -> Iterator[None]:
-    """After Ctrl-C, leave a report of how far the run came; the interruption goes on."""
+    """After Ctrl-C, and where the user has to mend something, leave a report of how far the run came; the error goes on."""
     from finetune.report.page import write_report
 
     try:
         yield
-    except KeyboardInterrupt:
-        with suppress(UserError):
-            write_report(folder)
+    except (KeyboardInterrupt, UserError):
+        if (folder / "events.jsonl").is_file():
+            with suppress(UserError):
+                write_report(folder)
         raise

@@ -9,16 +9,19 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from finetune.doctor.diagnosis import Diagnosis, diagnose
+from finetune.doctor.diagnosis import Diagnosis, Severity, diagnose
 from finetune.report.numbers import finite, grouped, share, significant, whole
-from finetune.report.read import Record, RunFiles, as_dict, as_list
+from finetune.report.read import Record, RunFiles, as_dict
 from finetune.report.svg import Guide, Series, line_plot
+from finetune.telemetry.divergence import rewind_sentence
 from finetune.units import format_duration
 
+SEVERITY_STYLES: dict[Severity, str] = {"fault": "bad", "warning": "unsure", "note": "good"}
 _MARKS_A_FINDING = 20
 _MOST_SOURCES = 8
 _BUCKETS = 300  # at most two points each are drawn
 _LOG_WHEN_RANGE_EXCEEDS = 30.0
+_SAME = 1e-5  # the norm after clipping is rounded, and a limit of 1 has a millionth in it
 Points = list[tuple[float, float | None]]
 
 
@@ -36,13 +39,15 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The training section: plots, facts in words, and remarks on the events themselves."""
+    """The training section: plots, facts in words, remarks on the events themselves, what was diagnosed, and what the run did about
+    a divergence by itself."""
 
     plots: tuple[Plot, ...]
     facts: tuple[tuple[str, str | None], ...]
     remarks: tuple[str, ...]
     n_steps: int
     findings: tuple[Diagnosis, ...] = ()
+    rewinds: tuple[str, ...] = ()
 
 
 def read_curves(run: RunFiles) -> Curves:
@@ -50,8 +55,8 @@ def read_curves(run: RunFiles) -> Curves:
     steps, validations = _by_step(run.events, "step"), _by_step(run.events, "validation")
     marks = [
         (float(step), f"resumed after step {step}")
-        for event in run.events
-        if event.get("event") == "resume" and (step := whole(event.get("step"))) is not None
+        for event in _resumes(run.events)
+        if (step := whole(event.get("step"))) is not None
     ]
     marks += [
         (float(step), f"rewound to step {step}")
@@ -62,16 +67,7 @@ def read_curves(run: RunFiles) -> Curves:
     plots = (
         _loss_plot(steps, validations, marks, _marked(findings)),
         *_preference_plots(steps, marks),
-        _plain_plot(
-            "gradient",
-            "Gradient norm",
-            "before clipping",
-            "grad_norm",
-            steps,
-            marks,
-            _clip_guide(run),
-            from_zero=True,
-        ),
+        _gradient_plot(run, steps, marks),
         _plain_plot(
             "ratio",
             "Update / weight",
@@ -86,14 +82,18 @@ def read_curves(run: RunFiles) -> Curves:
             "throughput", "Throughput", "tokens/s", "tokens_per_second", steps, marks, from_zero=True
         ),
     )
-    return Curves(
-        plots, _facts(run, steps, validations), tuple(_remarks(run.events, steps)), len(steps), findings
-    )
+    rewinds = tuple(rewind_sentence(event) for event in run.events if event.get("event") == "rewind")
+    facts, remarks = _facts(run, steps, validations), tuple(_remarks(run.events, steps))
+    return Curves(plots, facts, remarks, len(steps), findings, rewinds)
 
 
-def _marked(findings: Sequence[Diagnosis]) -> list[tuple[float, str]]:
-    """Where the loss curve shows what was found: (step, name)."""
-    return [(float(step), one.title) for one in findings for step in one.steps[:_MARKS_A_FINDING]]
+def _marked(findings: Sequence[Diagnosis]) -> list[tuple[float, str, str]]:
+    """Where the loss curve shows what was found: (step, name, style)."""
+    return [
+        (float(step), one.title, SEVERITY_STYLES[one.severity])
+        for one in findings
+        for step in one.steps[:_MARKS_A_FINDING]
+    ]
 
 
 def _by_step(events: Sequence[Record], kind: str) -> list[Record]:
@@ -163,7 +163,7 @@ def _loss_plot(
     steps: list[Record],
     validations: list[Record],
     marks: list[tuple[float, str]],
-    findings: list[tuple[float, str]],
+    findings: list[tuple[float, str, str]],
 ) -> Plot:
     window = min(51, len(steps) // 15) // 2 * 2 + 1  # odd, so that it has a middle
     raw = _points(steps, "loss")
@@ -216,24 +216,16 @@ def _plain_plot(
     field: str,
     steps: list[Record],
     marks: list[tuple[float, str]],
-    guides: Sequence[Guide] = (),
     *,
     from_zero: bool = False,
 ) -> Plot:
     points = _points(steps, field)
-    values = [y for _, y in points if y is not None]
-    positive = [y for y in values if y > 0]
-    is_log = (
-        bool(positive)
-        and len(positive) == len(values)
-        and max(positive) / min(positive) > _LOG_WHEN_RANGE_EXCEEDS
-    )
+    is_log = _spans_decades([y for _, y in points])
     drawing = line_plot(
         [Series(title.lower(), "train", thinned(points))],
         label=_describe(title, [("", points)]),
         height=140,
         events=marks,
-        guides=guides,
         is_log=is_log,
         from_zero=from_zero,
     )
@@ -241,9 +233,48 @@ def _plain_plot(
     return Plot(key, title, unit, drawing, (), f"No step has a {title.lower()}.")
 
 
-def _clip_guide(run: RunFiles) -> list[Guide]:
+def _gradient_plot(run: RunFiles, steps: list[Record], marks: list[tuple[float, str]]) -> Plot:
+    """The gradient's norm before clipping, and after it where any step was clipped."""
     limit = finite(run.recipe_value("train.max_grad_norm"))
-    return [] if limit is None else [Guide(limit, f"clipped at {limit:g}")]
+    title, guides = "Gradient norm", [Guide(limit, f"clipped at {limit:g}")] if limit else []
+    before, after = _points(steps, "grad_norm"), _points(steps, "grad_norm_clipped")
+    was_clipped = any(
+        low is not None and high is not None and low < high * (1.0 - _SAME)
+        for (_, high), (_, low) in zip(before, after, strict=True)
+    )
+    curves = [("before clipping", "raw", before), ("after clipping", "train", after)]
+    if not was_clipped:
+        curves = [("gradient norm", "train", before)]
+    is_log = _spans_decades([y for _, _, points in curves for _, y in points])
+    legend = [(style, name) for name, style, _ in curves] if was_clipped else []
+    legend += [("guide", guide.label) for guide in guides]
+    drawing = line_plot(
+        [Series(name, style, thinned(points)) for name, style, points in curves],
+        label=_describe(title, [(name if was_clipped else "", points) for name, _, points in curves]),
+        height=140,
+        events=marks,
+        guides=guides,
+        is_log=is_log,
+        from_zero=True,
+    )
+    unit = ", ".join(["before clipping"] * (not was_clipped) + ["log scale"] * is_log)
+    return Plot("gradient", title, unit, drawing, tuple(legend), "No step has a gradient norm.")
+
+
+def _spans_decades(values: Sequence[float | None]) -> bool:
+    """Whether a log axis shows them better: all positive, over more than a decade and a half."""
+    known = [value for value in values if value is not None]
+    return bool(known) and min(known) > 0 and max(known) / min(known) > _LOG_WHEN_RANGE_EXCEEDS
+
+
+def _resumes(events: Sequence[Record]) -> list[Record]:
+    """Resumes of a run that had ended; where it went back by itself after a divergence, it had not."""
+    by_itself = {
+        id(later)
+        for before, later in pairwise(events)
+        if before.get("event") == "rewind" and before.get("step") == later.get("step")
+    }
+    return [event for event in events if event.get("event") == "resume" and id(event) not in by_itself]
 
 
 def _describe(title: str, curves: Sequence[tuple[str, Points]]) -> str:
@@ -276,7 +307,7 @@ def _facts(
         default=None,
     )
     seconds = finite(as_dict(as_dict(run.manifest.get("stages")).get("train")).get("seconds"))
-    since = " since the last resume" if any(event.get("event") == "resume" for event in run.events) else ""
+    since = " since the last resume" if _resumes(run.events) else ""
     rate = significant(_median(steps, "tokens_per_second"))
     wanted: list[tuple[str, str | None]] = [
         ("optimizer steps", grouped(steps[-1]["step"]) if steps else None),
@@ -303,15 +334,6 @@ def _losses_by_source(validations: list[Record]) -> list[tuple[str, str | None]]
     ]
 
 
-def _rewound(event: Record) -> str:
-    """One rewind in a sentence."""
-    reason = "a loss or gradient that was not finite" if event.get("reason") == "not_finite" else "divergence"
-    rows = [str(row) for row in as_list(event.get("rows"))]
-    factor = finite(event.get("rate_factor"))
-    remedy = f"without rows {', '.join(rows[:20])}" if rows else f"with {factor or 0.0:g} of the rate"
-    return f"After {reason} at step {whole(event.get('onset'))} the run went back to step {whole(event.get('step'))} and on {remedy}."
-
-
 def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:
     remarks = []
     n_not_finite = sum(finite(event.get("loss")) is None for event in steps)
@@ -319,11 +341,10 @@ def _remarks(events: Sequence[Record], steps: list[Record]) -> list[str]:
         remarks.append(
             f"No finite loss in {n_not_finite:,} of {len(steps):,} steps; the curve has gaps there."
         )
-    n_resumes = sum(event.get("event") == "resume" for event in events)
+    n_resumes = len(_resumes(events))
     if n_resumes:
         times = "once" if n_resumes == 1 else f"{n_resumes} times"
         remarks.append(f"The run was resumed {times} (dotted lines).")
-    remarks += [_rewound(event) for event in events if event.get("event") == "rewind"]
     if len(steps) > 2 * _BUCKETS:
         remarks.append(
             f"Curves are thinned from {len(steps):,} steps; lowest and highest of each stretch are kept."

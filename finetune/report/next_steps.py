@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.report.read import RunFiles
-from finetune.report.verdict import Verdict
+from finetune.report.verdict import Verdict, stop_sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ def read_next_steps(run: RunFiles, verdict: Verdict) -> tuple[Step, ...]:
         resume = Step(
             "Type the command of this run again: it continues at the first stage that is not complete."
         )
-        return (resume, Step("Then write this page again.", f"finetune report {folder}"))
+        page = Step("Then write this page again.", f"finetune report {folder}")
+        return (_AFTER_DIVERGENCE,) if stop_sentence(run) else (resume, page)
     steps = _READING.get(verdict.judged.style, ())
     has_adapter = (run.folder / "adapter").is_dir()
     merge = Step(
@@ -43,6 +44,10 @@ def read_next_steps(run: RunFiles, verdict: Verdict) -> tuple[Step, ...]:
     return (*steps, *((merge,) if has_adapter and verdict.judged.style == "good" else ()), again)
 
 
+_AFTER_DIVERGENCE = Step(
+    "The same command comes to the same end. Read what the diagnosis says of the curve and its rows; then lower "
+    "train.learning_rate, or set train.on_divergence: rewind, and run that: another recipe is another run."
+)
 _READING = {
     "good": (
         Step("Read the broken answers before relying on the average: they are what users will notice first."),

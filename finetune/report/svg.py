@@ -53,7 +53,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A labelled level across the plot, e.g. the clipping threshold."""
+    """A level across the plot, e.g. the clipping threshold; its label shows under the pointer, for in the plot it would lie on
+    the curve."""
 
     value: float
     label: str
@@ -67,14 +68,14 @@ def line_plot(
     x_name: str = "step",
     guides: Sequence[Guide] = (),
     events: Sequence[tuple[float, str]] = (),
-    findings: Sequence[tuple[float, str]] = (),
+    findings: Sequence[tuple[float, str, str]] = (),
     is_log: bool = False,
     from_zero: bool = False,
 ) -> Markup | None:
     """A stretching line plot, or None when no series has a finite point.
 
     `label` describes the plot for those who cannot see it; `events` are (x, name) marked by a dotted line,
-    `findings` the same with a dot on it.
+    `findings` (x, name, style) the same with a dot on it.
     `is_log` asks for a log axis, which is taken only when every value is positive; `from_zero` keeps 0 on a linear one.
     """
     drawn = [one for one in series if one.known]
@@ -156,13 +157,13 @@ class _Frame:
         ]
         return tag("g", Markup("").join(lines), class_="events")
 
-    def findings(self, findings: Sequence[tuple[float, str]]) -> Markup:
+    def findings(self, findings: Sequence[tuple[float, str, str]]) -> Markup:
         """A line with a dot at its head, whose name shows under the pointer; beyond the plotted range at its edge."""
         pieces = []
-        for x, name in findings:
+        for x, name, style in findings:
             at = percent(min(max(self.x_scale.position(x), 0.0), 1.0))
-            pieces.append(tag("line", x1=at, x2=at, y1=5, y2=self.height))
-            pieces.append(tag("circle", tag("title", name), cx=at, cy=5, r=4))
+            pieces.append(tag("line", x1=at, x2=at, y1=5, y2=self.height, class_=style))
+            pieces.append(tag("circle", tag("title", name), cx=at, cy=5, r=4, class_=style))
         return tag("g", Markup("").join(pieces), class_="findings")
 
     def guides(self, guides: Sequence[Guide]) -> Markup:
@@ -171,8 +172,7 @@ class _Frame:
             if not self.y_scale.low <= guide.value <= self.y_scale.high:
                 continue
             y = self.y(guide.value)
-            pieces.append(tag("line", x1="0", x2="100%", y1=y, y2=y))
-            pieces.append(tag("text", guide.label, x="100%", y=y - 5 if y > 18 else y + 14))
+            pieces.append(tag("line", tag("title", guide.label), x1="0", x2="100%", y1=y, y2=y))
         return tag("g", Markup("").join(pieces), class_="guides")
 
     def curves(self, series: Sequence[Series]) -> Markup:

@@ -76,6 +76,19 @@ def _lead(judged: Judgement, primary: Comparison) -> str:
     return f"{sentence}."
 
 
+def stop_sentence(run: RunFiles) -> str | None:
+    """How the training ended before its end, where the run stopped it itself."""
+    stop = next((event for event in reversed(run.events) if event.get("event") in ("stop", "end")), {})
+    step, onset = whole(stop.get("step")), whole(stop.get("onset"))
+    if stop.get("event") != "stop" or step is None:
+        return None
+    if stop.get("reason") == "diverged" and onset is not None:
+        return f"Training stopped at step {step}: from step {onset} on the loss was above where it began"
+    if stop.get("reason") == "not_finite":
+        return f"Training stopped at step {step}: its loss or gradient was not finite"
+    return f"Training stopped at step {step}"
+
+
 def _without_comparison(run: RunFiles) -> str:
     names = [arm.name for arm in run.arms if arm.summary or arm.items]
     has_baseline = any(name != "tuned" for name in names)
@@ -84,6 +97,7 @@ def _without_comparison(run: RunFiles) -> str:
     if has_baseline:
         reached = max((whole(event.get("step")) or 0 for event in run.events), default=0)
         state = f"Training reached step {reached}" if reached else "Training has not started"
+        state = stop_sentence(run) or state
         return f"The baseline is measured. {state}; the tuned model is not evaluated, so nothing can be said about it."
     return "Nothing has been evaluated in this run folder, so nothing can be said about the tuning."
 

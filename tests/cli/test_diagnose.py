@@ -56,3 +56,15 @@ def test_a_folder_without_events_and_one_that_is_none(tmp_path: Path) -> None:
 def test_reading_a_curve_needs_no_torch() -> None:
     code = "import sys, finetune.doctor.diagnosis, finetune.cli.diagnose; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_was_done_about_a_divergence_stands_behind_the_findings(run_folder: Path) -> None:
+    log = EventLog(run_folder / "events.jsonl")
+    log.write("rewind", step=50, onset=60, reason="diverged", rate_factor=0.5, rows=[])
+    log.write("resume", step=50)
+    result = CliRunner().invoke(app, ["diagnose", str(run_folder)], catch_exceptions=False)
+    assert "divergence:" not in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last == "After divergence at step 60 the run went back to step 50 and on with 0.5 of the rate."
+    answer = json.loads(CliRunner().invoke(app, ["diagnose", str(run_folder), "--json"]).stdout)
+    assert [event["onset"] for event in answer["rewinds"]] == [60]

@@ -41,3 +41,26 @@ def test_a_finding_of_lost_steps_is_told_again(tmp_path: Path) -> None:
     assert findings(path) == []
     train(path, said, 6, 30)
     assert len(findings(path)) == 1 and len(said) == 2
+
+
+def test_a_run_that_went_back_is_looked_at_anew(tmp_path: Path) -> None:
+    """The same process goes on from an earlier step, and what was found after it may come again."""
+    path, said = tmp_path / "events.jsonl", list[str]()
+    log, watch = EventLog(path), LiveDiagnosis(path, said.append)
+    log.write("start", step=0, total_steps=200)
+    for step in [*range(1, 101), *range(51, 71)]:
+        if step == 51 and said:
+            log.write("resume", step=50)
+        lost = step > 60
+        log.write(
+            "step",
+            step=step,
+            loss="nan" if lost else 2.4,
+            grad_norm=1.0,
+            update_ratio=0.01,
+            learning_rate=1e-3,
+        )
+        state: Any = SimpleNamespace(global_step=step, max_steps=200, is_world_process_zero=True)
+        watch.on_step_end(None, state, None)  # type: ignore[arg-type]
+    assert len(said) == 2
+    assert "divergence" in findings(path)[-1]["shape"]

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.recipe.preference_section import PREFERENCE_METHODS
+
 FloatArray = NDArray[np.float64]
 Event = dict[str, Any]
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _BLOCK = 20_000  # windows at a time: a long run must not fill the memory
+_LARGEST = 1e150
+_LAST_STEP = 2**53  # what is beyond is no step, but damage
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Curve:
     """Arrays of shape [N], `validation_*` [V]. `rows` are the ids each step trained on, `worst_row` the one of them
     with the highest loss; empty where unknown.
 
+    `accuracy` is the share of pairs whose chosen answer is ahead, with methods that learn from pairs.
     `setting` is what the newest start event says of the run: `method`, `adapter`, `optimizer`, `parameters`; empty in old runs.
     `is_overflow` marks steps whose loss or gradient was not finite, `has_loss_scale` runs whose gradients are scaled (fp16).
     """
@@ -42,6 +47,7 @@ class Curve:
     worst_row_loss: FloatArray
     validation_step: NDArray[np.int64]
     validation_loss: FloatArray
+    accuracy: FloatArray
     total_steps: int | None
     setting: Event
     stopped: Event | None
@@ -49,6 +55,16 @@ class Curve:
     @property
     def n(self) -> int:
         return len(self.step)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run itself stopped at a divergence."""
+        return (self.stopped or {}).get("reason") in ("not_finite", "diverged")
+
+    @property
+    def stopped_rows(self) -> tuple[str, ...]:
+        """Ids of the rows around the beginning of the divergence that stopped the run."""
+        return _ids((self.stopped or {}).get("rows"))
 
     @property
     def has_loss_scale(self) -> bool:
@@ -65,6 +81,15 @@ class Curve:
         for index in np.flatnonzero(~np.isfinite(filled)):
             filled[index] = filled[index - 1] if index else np.nan
         return np.where(np.isfinite(filled), filled, np.nanmean(filled) if np.isfinite(filled).any() else 0.0)
+
+    @property
+    def unit(self) -> str:
+        """What stands behind a loss: preference losses are no likelihoods."""
+        return "" if self.is_of_preferences else " nats"
+
+    @property
+    def is_of_preferences(self) -> bool:
+        return self.setting.get("method") in PREFERENCE_METHODS
 
     def spans(self, share: float, at_least: int) -> int:
         """A number of steps: a share of the run, but not below `at_least`."""
@@ -84,13 +109,14 @@ def read_curve(events: Sequence[Event]) -> Curve:
     starts = [event for event in events if event.get("event") == "start"]
     stops = [event for event in events if event.get("event") == "stop"]
     start = starts[-1] if starts else {}
-    total, setting = start.get("total_steps"), start.get("setting")
+    setting = start.get("setting")
 
     def column(name: str, source: Sequence[Event] = steps) -> FloatArray:
         return np.asarray([_number(event.get(name)) for event in source], dtype=np.float64)
 
     return Curve(
         step=np.asarray([event["step"] for event in steps], dtype=np.int64),
+        accuracy=column("reward_accuracy"),
         loss=column("loss"),
         grad_norm=column("grad_norm"),
         update_ratio=column("update_ratio"),
@@ -103,11 +129,11 @@ def read_curve(events: Sequence[Event]) -> Curve:
             dtype=bool,
         ),
         rows=tuple(_ids(event.get("rows")) for event in steps),
-        worst_row=tuple(str(event.get("worst_row", "")) for event in steps),
+        worst_row=tuple(_text(event.get("worst_row")) for event in steps),
         worst_row_loss=column("worst_row_loss"),
         validation_step=np.asarray([event["step"] for event in validations], dtype=np.int64),
         validation_loss=column("loss", validations),
-        total_steps=total if isinstance(total, int) else None,
+        total_steps=whole_step(start.get("total_steps")),
         setting=setting if isinstance(setting, dict) else {},
         stopped=stops[-1] if stops else None,
     )
@@ -115,11 +141,18 @@ def read_curve(events: Sequence[Event]) -> Curve:
 
 def _by_step(events: Sequence[Event], kind: str) -> list[Event]:
     found = {
-        event["step"]: event
+        step: event
         for event in events
-        if event.get("event") == kind and isinstance(event.get("step"), int)
+        if event.get("event") == kind and (step := whole_step(event.get("step"))) is not None
     }
     return [found[step] for step in sorted(found)]
+
+
+def whole_step(value: Any) -> int | None:
+    """A number of steps, or None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < _LAST_STEP else None
 
 
 def _is_not_finite(value: Any) -> bool:
@@ -128,10 +161,15 @@ def _is_not_finite(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    """A finite number, or NaN; non-finite ones are written as words in the log."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite number, or NaN; non-finite ones are written as words in the log. What is beyond the square root of the range
+    is no measurement, and its square would be infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    return float(value) if abs(value) < _LARGEST else math.nan
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _ids(value: Any) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ _EXPLAINS: dict[Shape, frozenset[Shape]] = {
 def diagnose(events: Sequence[dict[str, Any]]) -> list[Diagnosis]:
     """Every shape found in the events of a run (`read_events`), the one that names the run first; never empty."""
     curve = read_curve(events)
-    if curve.n < LEAST_STEPS and curve.stopped is None:
+    if curve.n < LEAST_STEPS and not curve.has_diverged:
         return [_too_short(curve)]
     found = [diagnosis for reading in _READINGS if (diagnosis := reading(curve)) is not None]
     explained = {shape for one in found for shape in _EXPLAINS.get(one.shape, frozenset())}
@@ -78,8 +78,8 @@ def diagnose(events: Sequence[dict[str, Any]]) -> list[Diagnosis]:
     return found
 
 
-def diagnose_run(folder: Path) -> list[Diagnosis]:
-    """The diagnosis of a run folder. Raises UserError where it has no events."""
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run folder. Raises UserError where it has none."""
     path = folder / "events.jsonl"
     if not path.is_file():
         raise UserError(
@@ -87,7 +87,7 @@ def diagnose_run(folder: Path) -> list[Diagnosis]:
             why="a diagnosis is read from the events of training",
             fix="give the folder that finetune run printed",
         )
-    return diagnose(read_events(path))
+    return read_events(path)
 
 
 def new_findings(events: Sequence[dict[str, Any]], known: Collection[str]) -> list[Diagnosis]:
@@ -110,7 +110,7 @@ def _healthy(curve: Curve) -> Diagnosis:
     return Diagnosis(
         "healthy",
         "note",
-        f"the loss goes from {first:.3g} to {last:.3g} without spikes, rises or stalls",
+        f"the loss goes from {first:.3g} to {last:.3g}; no spike, rise or stall stands out",
         "nothing; the evaluation decides whether it helped",
         {"first_loss": round(first, 4), "last_loss": round(last, 4), "steps": curve.n},
     )

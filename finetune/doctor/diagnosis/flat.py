@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, trend
+from finetune.doctor.diagnosis.data import find_data
 from finetune.doctor.diagnosis.finding import Diagnosis
 from finetune.doctor.rates import UsualRate, ranges_are_known, usual_rate
 
@@ -15,7 +16,6 @@ _FLAT_SHARE = 0.08
 _SLOW_SHARE = 0.2  # a fall below this, by weights that hardly moved, is a rate too low as well
 _SIGNIFICANT = 3.0
 _NEAR_ZERO = 0.05  # nats a target: the right token has 95 % of the probability
-_HARD_FROM = 1.0  # nats a target: on average one of e tokens is guessed
 _LEAST_STEPS = 30
 _RAISE = 10.0  # times a rate that is too low
 
@@ -74,24 +74,7 @@ def find_flat(curve: Curve) -> Diagnosis | None:
             _higher_rate(curve),
             evidence,
         )
-    if level >= _HARD_FROM:
-        return Diagnosis(
-            "data_too_hard",
-            "warning",
-            f"the weights move and gradients arrive, yet the loss stays at {level:.3g} nats: the answers do not follow from the prompts",
-            "check that every answer stands with its own prompt (columns, joins, shuffles), that prompts are not cut, and that "
-            "targets are the answers; then overfit eight rows: if that works, the task is too hard for this model or needs "
-            "more rows",
-            evidence,
-        )
-    return Diagnosis(
-        "data_too_easy",
-        "warning",
-        f"the weights move and gradients arrive, yet the loss stays at {level:.3g} nats from the start: the model knows these rows already",
-        "compare the untuned model on the suite first; tune on rows it fails, or on harder ones. What is left may be noise "
-        "that no training removes",
-        evidence,
-    )
+    return find_data(curve, level, evidence)
 
 
 def _higher_rate(curve: Curve) -> str:
@@ -134,13 +117,18 @@ def find_near_zero(curve: Curve) -> Diagnosis | None:
         return None
     loss = curve.clean
     first = float(np.median(loss[: curve.spans(0.05, 3)]))
-    if first > 2 * _NEAR_ZERO or float(np.median(loss)) > _NEAR_ZERO:
+    if (
+        abs(first) > 2 * _NEAR_ZERO or abs(float(np.median(loss))) > _NEAR_ZERO
+    ):  # preference losses may be negative
         return None
     return Diagnosis(
         "near_zero_loss",
         "fault",
-        f"the loss is {first:.2g} nats at the first steps, before anything could be learned",
-        "look at the targets (finetune data show, the token view): the answer stands in the prompt, only end or padding tokens "
+        f"the loss is {first:.2g}{curve.unit} at the first steps, before anything could be learned",
+        "read some pairs: something trivial, such as length or an ending, tells chosen from rejected, or the model has learned "
+        "from these very pairs before. If all is right, it prefers the better answers already"
+        if curve.is_of_preferences
+        else "look at the targets (finetune data show, the token view): the answer stands in the prompt, only end or padding tokens "
         "are targets, or labels are shifted. If all is right, the model knows the task and needs no tuning",
         {"first_loss": float(f"{first:.3g}"), "median_loss": float(f"{float(np.median(loss)):.3g}")},
         (int(curve.step[0]),),

@@ -148,7 +148,7 @@ def find_epoch_steps(curve: Curve) -> Diagnosis | None:
     window = min(max(int(curve.n / epochs[-1]) // 4, 4), 25)
     drops = []
     for place in boundaries:
-        if window <= place <= curve.n - window:
+        if window < place <= curve.n - window:  # there are losses before the window before it
             drop = -_median_rise(loss, place, window)
             within = float(np.median(loss[max(place - 2 * window, 0) : place - window])) - float(
                 np.median(loss[place - window : place])

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, spread
+from finetune.doctor.diagnosis.curve import (
+    Curve,
+    FloatArray,
+    noise_of,
+    running_median,
+    spread,
+    whole_step,
+)
 from finetune.doctor.diagnosis.finding import Diagnosis
 from finetune.telemetry.divergence import STEPS as SUSTAINED_STEPS
 from finetune.telemetry.divergence import first_divergence
@@ -119,7 +126,7 @@ def find_recurring(curve: Curve) -> Diagnosis | None:
     return Diagnosis(
         "recurring_spikes",
         "warning",
-        f"the loss jumps by {rise:.2g} nats at {len(steps)} steps, and each time {which} is in the batch, with a loss of {worst:.3g}",
+        f"the loss jumps by {rise:.2g}{curve.unit} at {len(steps)} steps, and each time {which} is in the batch, with a loss of {worst:.3g}",
         "read these rows: wrong language, broken encoding, cut answers, or text that no model can foresee. Remove or repair "
         "them in the dataset's source, and train again",
         {"spikes": len(steps), "median_rise_nats": round(rise, 4), "median_loss_of_rows": round(worst, 4)},
@@ -250,14 +257,17 @@ def find_divergence(curve: Curve) -> Diagnosis | None:
 
 def _stopped(curve: Curve) -> Diagnosis | None:
     broken = np.flatnonzero(curve.is_overflow) if not curve.has_loss_scale else np.zeros(0, dtype=int)
-    if curve.stopped is not None and curve.stopped.get("reason") in ("not_finite", "diverged"):
-        step = int(curve.stopped.get("step", 0))
+    if curve.stopped is not None and curve.has_diverged:
+        step = whole_step(curve.stopped.get("step")) or 0
+        onset = whole_step(curve.stopped.get("onset")) or step
+        place = int(np.searchsorted(curve.step, onset))
         what = (
             "the loss or its gradient was not finite"
             if curve.stopped["reason"] == "not_finite"
-            else "the loss stayed above where it began"
+            else f"from step {onset} on the loss stayed above where it began"
         )
-        return _diverged(f"the run stopped at step {step}: {what}", _movement(curve, curve.n), step, ())
+        rows = curve.stopped_rows or (curve.rows[place] if place < curve.n else ())
+        return _diverged(f"the run stopped at step {step}: {what}", _movement(curve, place), onset, rows)
     if len(broken):
         first = int(broken[0])
         return _diverged(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -438,3 +440,88 @@ def test_a_rate_too_low_names_the_run_before_rows_that_recur(make_events: Make) 
         worst_row_loss=lambda step: 9.0 if step in bad else 3.0 + 0.1 * (step % 7),
     )
     assert [one.shape for one in diagnose(events)] == ["rate_too_low", "recurring_spikes"]
+
+
+def level(make_events: Make, value: float, method: str, **fields: Any) -> Any:
+    """The first finding of a loss that stays although weights move."""
+    events = make_events(lambda step: value, update_ratio=5e-3, **fields)
+    events[0]["setting"] = {"method": method, "adapter": "lora", "optimizer": "adamw", "parameters": 10**8}
+    return diagnose(events)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "accuracy", "shape", "words"),
+    [
+        ("dpo", 0.69, 0.5, "data_too_hard", "50% of the pairs"),
+        ("reward", 0.69, 0.52, "data_too_hard", "swapped"),
+        ("dpo", 0.3, 0.98, "data_too_easy", "prefers the better answers already"),
+        ("simpo", 2.1, 0.97, "data_too_easy", "98%"),
+        ("kto", 0.5, None, "data_too_hard", "at random"),
+        ("kto", 0.15, None, "data_too_easy", "prefers"),
+        ("distil", 2.0, None, "data_too_hard", "nearer to its teacher"),
+        ("distil", 0.3, None, "data_too_easy", "as near to its teacher"),
+        ("sft", 2.5, None, "data_too_hard", "do not follow from the prompts"),
+        ("sft", 0.6, None, "data_too_easy", "knows these rows"),
+    ],
+)
+def test_a_level_loss_is_read_in_the_words_of_its_method(
+    make_events: Make, method: str, value: float, accuracy: float | None, shape: str, words: str
+) -> None:
+    fields = {} if accuracy is None else {"reward_accuracy": accuracy}
+    found = level(make_events, value, method, **fields)
+    assert found.shape == shape
+    assert words.replace("98%", "97%") in f"{found.why} {found.remedy}"
+    assert ("nats" in found.why) == (method in ("sft", "distil"))
+
+
+def test_a_preference_loss_below_zero_is_not_near_zero(make_events: Make) -> None:
+    assert "near_zero_loss" not in [one.shape for one in diagnose(make_events(lambda step: -2.0 - step / 60))]
+
+
+def test_a_stop_names_where_it_began_and_its_rows(make_events: Make) -> None:
+    events = make_events(falling, n=60, rows=lambda step: [f"row-{step}"])
+    stop = {"event": "stop", "step": 60, "reason": "diverged", "onset": 51}
+    (found,) = [one for one in diagnose([*events, stop]) if one.shape == "divergence"]
+    assert (found.steps, found.rows) == ((51,), ("row-51",))
+    (found,) = [one for one in diagnose([*events, {**stop, "rows": ["a", "b"]}]) if one.shape == "divergence"]
+    assert found.rows == ("a", "b")
+
+
+DAMAGE: list[Any] = [
+    None,
+    True,
+    "x",
+    "nan",
+    math.nan,
+    math.inf,
+    -1,
+    10**400,
+    2**70,
+    1e308,
+    [],
+    {},
+    [None, {}],
+    "",
+]
+
+
+@pytest.mark.parametrize("kind", ["start", "step", "validation", "stop"])
+def test_fields_of_any_kind_are_read_without_a_traceback(make_events: Make, kind: str) -> None:
+    """Every field of an event, in a fifth of them and in all, holds something that training never writes."""
+    whole = make_events(
+        falling, n=40, validation=lambda step: 1.0, rows=lambda step: [f"row-{step % 9}"], worst_row="row-1",
+        worst_row_loss=3.0, loss_scale=65536.0, reward_accuracy=0.5,
+    )  # fmt: skip
+    whole[0]["setting"] = {"method": "sft", "adapter": "lora", "optimizer": "adamw", "parameters": 10**8}
+    whole.append({"event": "stop", "step": 40, "reason": "diverged", "onset": 31, "rows": ["row-3"]})
+    fields = {name for event in whole if event["event"] == kind for name in event} - {"event"}
+    for name, value, every in itertools.product(sorted(fields), DAMAGE, (1, 5)):
+        events = [
+            {**event, name: value} if event["event"] == kind and place % every == 0 else event
+            for place, event in enumerate(whole)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = diagnose(events)
+        assert found
+        json.dumps([one.to_dict() for one in found], allow_nan=False)
