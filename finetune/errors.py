@@ -68,8 +68,13 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to `word`, or None when nothing is close enough to be a plausible typing error."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """The known word closest to `word`, or None when nothing is close enough to be a plausible typing error.
+
+    One that differs in case alone is the closest.
+    """
+    words = list(known)
+    same = [one for one in words if one.casefold() == word.casefold()]
+    matches = same or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from finetune.data.chat_spans import Closing, closing_of
+from finetune.data.fold import fold_text
 from finetune.data.long_rows import shorten
 from finetune.data.row_tokens import IGNORED, tokenise_with
 from finetune.data.rows import Row, Turn
@@ -99,7 +100,7 @@ def tokenise_preferences(
 ) -> PreferenceSplit:
     """Tokenise preference rows; `unit` says what the method learns from. A pair gives two judged answers, if need be.
 
-    Pairs whose answers are the same tokens prefer nothing and are dropped, as are answers without text; long rows are
+    Pairs whose answers are the same tokens prefer nothing and are dropped, as are answers without text that is seen; long rows are
     treated as in `tokenise_rows`, with the same cut prompt for both answers. Raises UserError for rows of another kind,
     for more identical pairs than `max_identical_share` of those read, and when nothing is left.
     """
@@ -126,7 +127,7 @@ def tokenise_preferences(
         counts[f"dropped_{reason}"] += 1
         dropped.append({"id": row.id, "index": index, "reason": reason, "tokens": len(whole.input_ids)})
     if long_rows == "error":
-        refuse_long(dropped, max_tokens)
+        refuse_long(dropped, max_tokens, ways="drop or truncate_prompt")
     _refuse_identical(dropped, len(units), max_identical_share)
     if not kept:
         refuse_empty(dropped, max_tokens)
@@ -199,7 +200,7 @@ def _useless(example: AnsweredPrompt, tokenizer: Any, closing: Closing) -> str:
     texts = [
         tokenizer.decode([label for label in answer.labels if label != IGNORED]) for answer in example.answers
     ]
-    if any(not text.replace(closing.end_of_turn, "").strip() for text in texts):
+    if any(not fold_text(text.replace(closing.end_of_turn, "")) for text in texts):
         return "empty"
     if len(example.answers) == 2 and example.chosen == example.rejected:
         return "identical"

@@ -157,8 +157,10 @@ def _make_fit(
     return [replace(shorter, shortened=True)] if shorter is not None else []
 
 
-def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
-    """Raise UserError when rows were dropped for their length, with the longest and the first few."""
+def refuse_long(
+    dropped: list[dict[str, Any]], max_tokens: int, *, ways: str = "drop, truncate_prompt or split"
+) -> None:
+    """Raise UserError when rows were dropped for their length, with the longest, the first few, and the `ways` out."""
     too_long = [entry for entry in dropped if entry["reason"] == "too_long"]
     if not too_long:
         return
@@ -168,7 +170,7 @@ def refuse_long(dropped: list[dict[str, Any]], max_tokens: int) -> None:
         f"{len(too_long)} rows are longer than data.max_tokens = {max_tokens}; the longest has {longest} tokens",
         where="data.max_tokens",
         why=f"first: {listed}",
-        fix=f"set data.max_tokens to {longest}, or data.long_rows to drop, truncate_prompt or split",
+        fix=f"set data.max_tokens to {longest}, or data.long_rows to {ways}",
     )
 
 

@@ -157,6 +157,14 @@ def _refuse_unmergeable(config: dict[str, Any], path: Path) -> None:
             where=f"{path}: peft_type {config['peft_type']}",
             fix="serve it unmerged, with PEFT",
         )
+    if config.get("task_type") == "SEQ_CLS":
+        raise UserError(
+            "this adapter belongs to a reward model or classifier, and what is merged here are models that write",
+            where=f"{path}: task_type SEQ_CLS",
+            why="its head scores a text, and no language model has a place for it",
+            fix="load the base with AutoModelForSequenceClassification (num_labels=1) and the adapter with PEFT; "
+            "merge_and_unload() merges the two there",
+        )
     for key, reason in _UNMERGEABLE.items():
         if config.get(key):
             raise UserError(

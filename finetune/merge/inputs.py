@@ -9,7 +9,7 @@ from typing import Any
 from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.merge.adapter_file import is_adapter_folder
-from finetune.model.adapter_files import ORIGIN_FILE, read_adapter_config
+from finetune.model.adapter_files import read_adapter_config, read_origin
 from finetune.model.source import ADAPTER_CONFIG, ModelSource, resolve_model
 from finetune.paths import read_json
 from finetune.recipe.resolve import load_recipe
@@ -134,8 +134,7 @@ def _manifest(run: Path) -> dict[str, Any]:
 
 def _recorded_digest(adapter: Path, named: str) -> str | None:
     """Content digest of the base an adapter was trained on: noted with it, or that of the base it names, else None."""
-    origin = adapter / ORIGIN_FILE
-    if origin.is_file() and (noted := read_json(origin).get("digest")):
+    if noted := read_origin(adapter).get("digest"):
         return str(noted)
     if not named:
         return None

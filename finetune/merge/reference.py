@@ -22,12 +22,11 @@ from finetune.merge.base_weights import Codes, StoredWeights, requantised
 from finetune.merge.layout import Layout, read_layout
 from finetune.merge.shards import open_model
 from finetune.merge.streamed import StreamedModel
-from finetune.model.adapter_files import ORIGIN_FILE, load_adapter
+from finetune.model.adapter_files import load_adapter, read_origin
 from finetune.model.load import DTYPES, load_model
 from finetune.model.memory import release_memory
 from finetune.model.quantization import dequantised_weight
 from finetune.model.source import ModelSource
-from finetune.paths import read_json
 from finetune.recipe.schema import ModelSection
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -72,8 +71,7 @@ class Models:
     @property
     def needs_codes(self) -> bool:
         """Whether the adapter fits only the 4-bit codes it was trained on (init loftq)."""
-        path = self.adapter.folder / ORIGIN_FILE
-        return path.is_file() and bool(read_json(path).get("codes"))
+        return bool(read_origin(self.adapter.folder).get("codes"))
 
     @property
     def streamable(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -273,12 +274,18 @@ def _sort_configuration(path: Path) -> None:
     write_json(path, dict(sorted(configuration.items())))
 
 
+def read_origin(folder: Path) -> dict[str, Any]:
+    """What an adapter notes of its base; nothing for one that was made elsewhere. Raises UserError when it is damaged."""
+    path = folder / ORIGIN_FILE
+    return read_model_json(path) if path.is_file() else {}
+
+
 def check_base(folder: Path, source: ModelSource | None, *, key: str = "model.id") -> None:
     """Raise UserError when the adapter in `folder` notes a base of other content than `source`; reads no tensor. `key` of the
     recipe names the base."""
-    if source is None or not (folder / ORIGIN_FILE).is_file():
+    if source is None:
         return
-    origin = read_json(folder / ORIGIN_FILE)
+    origin = read_origin(folder)
     if origin.get("digest", source.digest) != source.digest:
         raise UserError(
             f"the adapter was trained on {origin.get('id')} (content {str(origin.get('digest'))[:12]}), not on "
@@ -289,8 +296,31 @@ def check_base(folder: Path, source: ModelSource | None, *, key: str = "model.id
         )
 
 
+def check_fits(skeleton: Any, folder: Path, source: ModelSource) -> None:
+    """`check_base`, then that every tensor of the adapter is finite and has its place in `skeleton`, a model without storage,
+    which is spent by it. Raises UserError.
+
+    An adapter that brings a larger embedding is checked when it is loaded.
+    """
+    check_base(folder, source)
+    read_adapter_config(folder)
+    tensors = _read_tensors(folder / ADAPTER_WEIGHTS)
+    broken = next((key for key, value in sorted(tensors.items()) if not bool(value.isfinite().all())), None)
+    if broken is not None:
+        raise UserError(
+            f"{broken} of the adapter holds values that are not finite",
+            where=str(folder / ADAPTER_WEIGHTS),
+            why="its training diverged, or the file was damaged",
+            fix="take an earlier checkpoint of that run, or train it again with a lower train.learning_rate",
+        )
+    if not any(_EMBEDDING.fullmatch(key) for key in tensors):
+        with warnings.catch_warnings():  # that nothing is copied into a model without storage is meant
+            warnings.filterwarnings("ignore", "for .*copying from a non-meta parameter", UserWarning)
+            load_adapter(skeleton, folder, codes=read_origin(folder).get("codes"))
+
+
 def _check_codes(folder: Path, codes: Mapping[str, Any] | None) -> None:
-    wanted = read_json(folder / ORIGIN_FILE).get("codes") if (folder / ORIGIN_FILE).is_file() else None
+    wanted = read_origin(folder).get("codes")
     if wanted is None or wanted == codes:
         return
     raise UserError(

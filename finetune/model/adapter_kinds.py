@@ -13,6 +13,7 @@ from finetune.model.adapter_targets import (
     named_by,
     saved_module_names,
     selected_modules,
+    sizes_and_ranks,
     suffixes_that_select,
 )
 from finetune.recipe.adapter_section import AdapterKind, AdapterSection
@@ -20,6 +21,7 @@ from finetune.recipe.adapter_section import AdapterKind, AdapterSection
 # Starts whose first matrices stay beside the trained ones, so that the base is never changed (adapter_starts.py).
 DOUBLED_STARTS = ("pissa", "olora")
 _MAX_PROJECTION_KEY = 2**31
+_EVA_RHO = 2.0  # of the paper (Paischer et al. 2024, arXiv:2410.07170): a layer gets at most twice the rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ def _low_rank(attachment: Attachment) -> Any:
     if section.init == "eva":
         from peft import EvaConfig
 
-        options = {"init_lora_weights": "eva", "eva_config": EvaConfig()}
+        rho, _ = eva_search(attachment.model, section)
+        options = {"init_lora_weights": "eva", "eva_config": EvaConfig(rho=rho)}
     return LoraConfig(
         r=ranks * section.rank,
         lora_alpha=alphas * section.alpha,
@@ -75,6 +78,17 @@ def _low_rank(attachment: Attachment) -> Any:
         task_type="CAUSAL_LM",
         **options,
     )
+
+
+def eva_search(model: nn.Module, section: AdapterSection) -> tuple[float, int]:
+    """(rho, tokens): how many times its rank EVA may give a layer, and how many tokens a batch that it reads needs at least.
+
+    PEFT decomposes every batch into twice as many directions as a layer may get, of which it needs as many inputs and tokens;
+    of a smaller batch it says that it skips it, and goes on asking for batches without end.
+    """
+    layers = sizes_and_ranks(model, section).values()
+    rho = min(_EVA_RHO, *((n_in // 2) / rank for n_in, _, rank in layers))
+    return rho, 2 * max(round(rank * rho) for _, _, rank in layers)
 
 
 def _token_indices(attachment: Attachment) -> dict[str, list[int]] | None:

@@ -7,6 +7,7 @@ global generator is left where it was. A [r, in], B [out, r], s = alpha / r (rsL
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from finetune.recipe.adapter_section import VIRTUAL_TOKENS, AdapterSection
 _FULL_SVD_COLUMNS = 2048
 _SVD_ITERATIONS = 16
 _PREFIX_SPREAD = 0.02
+_EVA_PASSES = 200  # PEFT goes on until it settles, which takes a few
 
 
 @torch.no_grad()
@@ -107,8 +109,6 @@ def _peft_start(
     from peft.tuners.lora.layer import Linear
 
     n_out, n_in = weight.shape
-    if init != "orthogonal":
-        _check_rank(init, rank, weight)
     method = init
     if init == "pissa" and min(n_out, n_in) > _FULL_SVD_COLUMNS:
         method = f"pissa_niter_{_SVD_ITERATIONS}"
@@ -121,23 +121,12 @@ def _peft_start(
     return layer.lora_A["start"].weight.detach().float(), layer.lora_B["start"].weight.detach().float()
 
 
-def _check_rank(init: str, rank: int, weight: Tensor) -> None:
-    n_out, n_in = weight.shape
-    if rank > min(n_out, n_in):
-        raise UserError(
-            f"init {init} has {min(n_out, n_in)} components of a {n_out} x {n_in} matrix, the rank is {rank}",
-            where="adapter.rank",
-            fix="lower adapter.rank, or set adapter.rank_pattern for the small modules",
-        )
-
-
 def _residual_start(residual: Tensor, scaling: float, rank: int) -> tuple[Tensor, Tensor]:
     """(A, B) with s·B·A the best rank-r approximation of `residual` [out, in] (Li et al. 2023, arXiv:2310.08659).
 
     One round of the paper's alternation: the codes stay those of the base on disk, so that the adapter fits any loading
     of it in the same 4 bits.
     """
-    _check_rank("loftq", rank, residual)
     u, values, vh = torch.linalg.svd(residual, full_matrices=False)
     root = (values[:rank] / scaling).sqrt()
     return root.unsqueeze(1) * vh[:rank], u[:, :rank] * root
@@ -177,9 +166,26 @@ def _start_eva(model: Any, seed: int, batches: Sequence[Mapping[str, Tensor]] | 
         raise ValueError("init eva reads activations on train rows: pass batches")
     before = model.training
     inputs = [dict(batch) for batch in batches]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        initialize_lora_eva_weights(model, copy.copy(inputs), adapter_name=adapter, show_progress_bar=False)
+    read = itertools.count()
+
+    def settle_in_time(*_: Any) -> None:
+        if next(read) > _EVA_PASSES * len(inputs):
+            raise UserError(
+                f"the directions that init eva looks for did not settle in {_EVA_PASSES} passes over the rows it reads",
+                where="adapter.init",
+                why="so many directions are asked for that the last of them matter little, and every batch orders them anew",
+                fix="lower adapter.rank, or use another init",
+            )
+
+    counted = model.register_forward_pre_hook(settle_in_time)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            initialize_lora_eva_weights(
+                model, copy.copy(inputs), adapter_name=adapter, show_progress_bar=False
+            )
+    finally:
+        counted.remove()
     model.train(before)
     for layer in lora_layers(model).values():
         layer.lora_B[adapter].weight.zero_()

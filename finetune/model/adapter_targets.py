@@ -16,6 +16,7 @@ from finetune.model.reward import SCORE_HEAD
 from finetune.recipe.adapter_section import TARGETED, AdapterSection
 
 ALL_LINEAR = "all-linear"
+_FROM_COMPONENTS = ("pissa", "olora", "loftq", "eva")
 
 
 def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str, list[str]]:
@@ -133,8 +134,68 @@ def check_adapter(model: nn.Module, section: AdapterSection, *, quantized: bool 
             )
     if faults:
         raise UserError(faults)
+    if section.init in _FROM_COMPONENTS:
+        _check_components(model, section)
     if section.kind in TARGETED:
-        selected_modules(model, section)
+        _check_left_to_adapt(model, section, quantized=quantized)
+
+
+def sizes_and_ranks(model: nn.Module, section: AdapterSection) -> dict[str, tuple[int, int, int]]:
+    """Qualified name of every adapted module -> its inputs, its outputs, and its rank in the recipe's terms."""
+    modules = dict(model.named_modules())
+    found = {}
+    for name in [name for names in selected_modules(model, section).values() for name in names]:
+        layer: Any = modules[name]
+        n_in, n_out = (
+            (layer.in_features, layer.out_features) if hasattr(layer, "in_features") else layer.weight.shape
+        )
+        own = [rank for pattern, rank in section.rank_pattern.items() if named_by(pattern, [name])]
+        found[name] = (int(n_in), int(n_out), own[0] if own else section.rank)
+    return found
+
+
+def _check_components(model: nn.Module, section: AdapterSection) -> None:
+    """A start from components of a matrix, or of a layer's inputs, needs as many as the rank."""
+    for name, (n_in, n_out, rank) in sizes_and_ranks(model, section).items():
+        # The search for directions of inputs looks at twice as many as it takes.
+        there = n_in // 2 if section.init == "eva" else min(n_in, n_out)
+        if rank > there:
+            raise UserError(
+                f"init {section.init} finds {there} components for {name}, a {n_out} x {n_in} matrix, and the rank is {rank}",
+                where="adapter.rank_pattern" if rank != section.rank else "adapter.rank",
+                fix="lower adapter.rank, or set adapter.rank_pattern for the small modules",
+            )
+
+
+def _check_left_to_adapt(model: nn.Module, section: AdapterSection, *, quantized: bool) -> None:
+    """Modules inside one that is trained whole carry no adapter; of every target that is named one has to be left."""
+    whole = saved_module_names(model, section.modules_to_save, quantized=quantized)
+    chosen = selected_modules(model, section)
+
+    def holder(name: str) -> str:
+        return next((one for one in whole if name == one or name.startswith(f"{one}.")), "")
+
+    lost = {target: holder(names[0]) for target, names in chosen.items() if all(map(holder, names))}
+    if section.target_modules != ALL_LINEAR and lost:
+        why = "PEFT puts no adapter inside of a module that is trained whole"
+        fix = "take it out of adapter.target_modules, or the module out of adapter.modules_to_save"
+        raise UserError(
+            [
+                Fault(
+                    f"'{target}' is or lies inside {one}, which is to be trained whole",
+                    "adapter.target_modules",
+                    why,
+                    fix,
+                )
+                for target, one in lost.items()
+            ]
+        )
+    if len(lost) == len(chosen):
+        raise UserError(
+            f"every linear layer lies inside {', '.join(whole[:3])}, to be trained whole: no adapter is left",
+            where="adapter.modules_to_save",
+            fix="name smaller modules, or tune all weights with adapter.kind: none",
+        )
 
 
 def saved_module_names(model: nn.Module, names: Iterable[str], *, quantized: bool = False) -> list[str]:

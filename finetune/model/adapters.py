@@ -67,9 +67,10 @@ def attach_adapter(
         wrapped = get_peft_model(model, config)
     with no_holes():
         start_adapter(wrapped, section, seed=seed, source=source, batches=batches)
-    if hasattr(wrapped.peft_config["default"], "init_lora_weights"):
+    saved_config = wrapped.peft_config["default"]
+    if hasattr(saved_config, "init_lora_weights"):
         # What is saved is a plain adapter: loading must not start it anew, nor take a part out of the base.
-        wrapped.peft_config["default"].init_lora_weights = True
+        saved_config.init_lora_weights, saved_config.eva_config = True, None
     if section.kind == "bitfit":
         _train_biases_only(wrapped, biases)
     trainables_to_fp32(wrapped)

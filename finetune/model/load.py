@@ -68,18 +68,21 @@ def check_vocabulary(tokenizer: Any, n_embedding_rows: int, *, where: str = "") 
         )
 
 
-def check_context(source: ModelSource, n_tokens: int, *, where: str = "data.max_tokens") -> None:
-    """Refuse rows longer than the positions the model was built for."""
+def check_context(
+    source: ModelSource, n_tokens: int, *, in_front: int = 0, where: str = "data.max_tokens"
+) -> None:
+    """Refuse rows that with `in_front` virtual tokens are longer than the positions the model was built for."""
     config = read_config(source)
     limit = config.get(
         "max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings")
     )
-    if isinstance(limit, int) and n_tokens > limit:
+    if isinstance(limit, int) and n_tokens + in_front > limit:
+        behind = f" behind {in_front} virtual ones" if in_front else ""
         raise UserError(
-            f"{n_tokens} tokens do not fit the model's context of {limit}",
+            f"{n_tokens} tokens{behind} do not fit the model's context of {limit}",
             where=where,
             why="positions beyond it were never trained and some models crash on them",
-            fix=f"set {where} to at most {limit}, or choose a model with a longer context",
+            fix=f"set {where} to at most {limit - in_front}, or choose a model with a longer context",
         )
 
 
@@ -153,7 +156,9 @@ def _read_weights(source: ModelSource, options: dict[str, Any], score_seed: int 
         options = {**options, "num_labels": 1}
     try:
         with quiet_loading() if scores else nullcontext():  # that the head is new is no news
-            model, report = kind.from_pretrained(source.path, output_loading_info=True, **options)
+            model, report = kind.from_pretrained(
+                source.path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )  # what does not fit is told below
     except (OSError, ValueError) as error:
         raise UserError(
             f"{source.id} cannot be loaded: {_first_line(error)}",
@@ -169,12 +174,20 @@ def _read_weights(source: ModelSource, options: dict[str, Any], score_seed: int 
 
 def model_skeleton(source: ModelSource, trust_remote_code: bool | str = False) -> nn.Module:
     """The model's modules with shapes but without storage (meta device): names and shapes can be checked in a second."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     given = _remote_code(trust_remote_code)
-    config = AutoConfig.from_pretrained(source.path, local_files_only=True, **given)
-    with torch.device("meta"):
-        skeleton: nn.Module = AutoModelForCausalLM.from_config(config, **given)
+    try:
+        config = AutoConfig.from_pretrained(source.path, local_files_only=True, **given)
+        with torch.device("meta"):
+            skeleton: nn.Module = AutoModelForCausalLM.from_config(config, **given)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(
+            f"no model can be built from config.json: {' '.join(str(error).split())}",
+            where=str(source.folder / "config.json"),
+            fix="copy or download the model again, or undo what was changed in that file",
+        ) from error
     return skeleton
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
+from finetune.model.source import ModelSource, read_config
 
 BLOCK_SIZE = 64  # weights that share one scale, the bitsandbytes default that transformers uses
 FOUR_BIT = ("nf4", "fp4")
@@ -47,6 +48,21 @@ def quantization_config(quantize: str, *, dtype: torch.dtype, double_quantizatio
         bnb_4bit_use_double_quant=double_quantization,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype if torch.cuda.is_available() else torch.uint8,
+    )
+
+
+def check_stored_whole(source: ModelSource) -> None:
+    """Refuse to train on a model whose file holds quantized weights: which base its adapter belongs to, and what merging
+    writes, is known of weights that are quantized here."""
+    found = read_config(source).get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method") or "unknown method" if isinstance(found, dict) else "unknown method"
+    raise UserError(
+        f"{source.id} is stored with quantized weights ({method})",
+        where="model.id",
+        why="training starts from the weights as they were released, and quantizes them by model.quantize while loading",
+        fix="set model.id to the model this one was made from, and model.quantize: nf4 for as little memory",
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from finetune.data.pair_tokens import PreferenceSplit
 from finetune.errors import Fault, UserError
-from finetune.model.adapter_files import check_base
+from finetune.model.adapter_files import check_base, check_fits
 from finetune.model.adapter_targets import check_adapter
 from finetune.model.load import check_causal_lm, check_context, default_device, load_tokenizer, model_skeleton
 from finetune.model.new_tokens import add_new_tokens
-from finetune.model.quantization import check_row_lengths
+from finetune.model.quantization import check_row_lengths, check_stored_whole
 from finetune.model.source import ModelSource, read_config
 from finetune.pipeline.methods import Split
 from finetune.pipeline.starts import AdapterStart
@@ -41,10 +41,11 @@ def preflight(recipe: Recipe, source: ModelSource, start: AdapterStart | None = 
     trust = recipe.model.trust_remote_code
     attempt(lambda: check_training(recipe))
     attempt(lambda: check_causal_lm(source, read_config(source), trust))
+    attempt(lambda: check_stored_whole(source))
     if any(fault.where.startswith("model.") for fault in faults if fault.where != "model.dtype"):
         raise UserError(faults)  # what follows needs a configuration that can be read
     in_front = recipe.adapter.virtual_tokens if recipe.adapter.kind in VIRTUAL_TOKENS else 0
-    attempt(lambda: check_context(source, recipe.data.max_tokens + in_front))
+    attempt(lambda: check_context(source, recipe.data.max_tokens, in_front=in_front))
     tokenizer = attempt(lambda: load_tokenizer(source, trust_remote_code=trust))
     if tokenizer is not None:
         attempt(lambda: add_new_tokens(tokenizer, recipe.model.new_tokens))
@@ -54,7 +55,9 @@ def preflight(recipe: Recipe, source: ModelSource, start: AdapterStart | None = 
         attempt(lambda: check_row_lengths(skeleton, recipe.model.quantize, device=default_device()))
         if start is None:
             attempt(lambda: check_adapter(skeleton, recipe.adapter, quantized=quantized))
-    if start is not None:
+        else:
+            attempt(lambda: check_fits(skeleton, start.folder, source))
+    elif start is not None:
         attempt(lambda: check_base(start.folder, source))
     if faults:
         raise UserError(faults)

@@ -18,7 +18,7 @@ from finetune.merge.inputs import refuse_changed_weights
 from finetune.merge.measure import MergeProof
 from finetune.merge.models.merge import RECIPE_FILE as MERGE_RECIPE
 from finetune.merge.models.merge import REPORT_FILE, ModelMerge
-from finetune.model.adapter_files import ADAPTER_WEIGHTS, ORIGIN_FILE
+from finetune.model.adapter_files import ADAPTER_WEIGHTS, read_origin
 from finetune.model.embedded import BUILTIN_MODELS
 from finetune.model.source import ADAPTER_CONFIG, BUILTIN_PREFIX
 from finetune.paths import read_json
@@ -123,7 +123,7 @@ def _own_adapter(folder: Path) -> list[Ingredient]:
 
 
 def _adapter(folder: Path) -> Origin:
-    origin = read_json(folder / ORIGIN_FILE) if (folder / ORIGIN_FILE).is_file() else {}
+    origin = read_origin(folder)
     base = str(
         origin.get("id") or read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "unknown"
     )

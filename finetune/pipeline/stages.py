@@ -305,7 +305,7 @@ def train_model(context: RunContext, rows: TrainingRows, *, owner: str) -> Any:
     recipe, source = context.inputs.recipe, context.inputs.source
     release_memory()  # so that the peak of training is not that of the evaluation before it
     reset_peak_memory()
-    model = load_to_train(context.inputs, new_tokens=context.tuned.new, rows=plain_rows(rows.train))
+    model = load_to_train(context.inputs, new_tokens=context.tuned.new, rows=rows.train.rows)
     result = train_by_method(
         recipe,
         model,

@@ -88,7 +88,14 @@ def find_start(section: AdapterSection, relative_to: Path, where: str) -> Adapte
             why="there is no such folder" if folder is None else f"{folder} holds no {ADAPTER_CONFIG}",
             fix="name a finished run (runs/<id> or runs/<recipe name>) or a folder that PEFT saved; `ls runs` lists the runs",
         )
-    faults = _differences(section, read_adapter_config(folder), where)
+    saved = read_adapter_config(folder)
+    if saved.get("task_type") == "SEQ_CLS":
+        raise UserError(
+            f"'{section.start}' is the adapter of a reward model or classifier, which has another head",
+            where=where,
+            fix="name a run that trained a model that writes",
+        )
+    faults = _differences(section, saved, where)
     if faults:
         raise UserError(faults)
     return AdapterStart(section.start, folder, adapter_digest(folder))

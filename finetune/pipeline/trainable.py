@@ -6,12 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapter_files import load_adapter
 from finetune.model.load import load_model
 from finetune.model.new_tokens import NewTokens
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.methods import score_seed
+from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.training.sharding import sharding_of
 from finetune.training.trained_part import add_trained_part
 
@@ -22,7 +24,8 @@ def load_base(inputs: RunInputs, *, dtype: str | None = None, attention: str | N
     section = recipe.model
     kind = attention or section.attention
     if kind == "auto":
-        kind = "document" if recipe.train.packing else "sdpa"
+        lies_in_one_row = recipe.train.packing or recipe.train.method in PREFERENCE_METHODS
+        kind = "document" if lies_in_one_row else "sdpa"
     return load_model(
         inputs.source,
         dtype=dtype or section.dtype,
@@ -39,7 +42,7 @@ def load_to_train(
     inputs: RunInputs,
     *,
     new_tokens: NewTokens,
-    rows: Sequence[TokenisedRow],
+    rows: Sequence[TokenisedRow | AnsweredPrompt],
     dtype: str | None = None,
     attention: str | None = None,
 ) -> Any:

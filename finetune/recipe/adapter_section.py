@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe.constraints import refused
-from finetune.recipe.section import Count, Section, Share
+from finetune.recipe.section import Count, Section
 
 AdapterKind = Literal["lora", "dora", "vera", "ia3", "prompt", "prefix", "bitfit", "none"]
 AdapterInit = Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva", "loftq"]
@@ -54,7 +54,7 @@ class AdapterSection(Section):
         description="Adapter to train on from: a run (`runs/<id>`, or `runs/<recipe name>` for its newest finished one) or a folder "
         "that PEFT saved; none: a fresh one. Kind, rank, alpha and rslora have to be those it has.",
     )
-    dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
     rank_pattern: dict[str, Count] = Field(
         default_factory=dict,
         description="Rank of single modules, by name, e.g. `{down_proj: 64}`; every name must match.",

@@ -62,9 +62,19 @@ class CheckpointingTrainer(Trainer):
     def check_norm(self, norm: float) -> None:
         """Called with the norm of the gradient when DeepSpeed has stepped with it."""
 
-    def save_weights(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-        """Adapter or model with its tokenizer, as safetensors and JSON; no pickle. `weights`: see `whole_weights`."""
+    def save_weights(
+        self, folder: Path, weights: dict[str, torch.Tensor] | None = None, *, to_continue: bool = False
+    ) -> None:
+        """Adapter or model with its tokenizer, as safetensors and JSON; no pickle. `weights`: see `whole_weights`.
+
+        `to_continue`: a whole model under the names it holds here, by which a checkpoint is read. Otherwise transformers
+        gives some architectures (GPT-NeoX, Mixtral) those of their first release back, as other programs read them.
+        """
         with dropout_of_config(self.model, self.own_dropout):
+            if to_continue and not hasattr(self.model, "peft_config"):
+                self.model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
+                self.processing_class.save_pretrained(str(folder))
+                return
             self._save(str(folder), state_dict=weights)
         (folder / "training_args.bin").unlink(missing_ok=True)
 
@@ -115,7 +125,7 @@ class CheckpointingTrainer(Trainer):
             return
 
         def fill(folder: Path) -> None:
-            self.save_weights(folder, weights)
+            self.save_weights(folder, weights, to_continue=True)
             save_state(folder / "optimizer", optimizer)
             save_state(folder / "scheduler", self.lr_scheduler.state_dict())
             for number, own in enumerate(everyones):

@@ -376,8 +376,13 @@ class NotFiniteError(DivergenceError):
 
     def __init__(self, what: str, step: int) -> None:
         self.step = step
+        untouched = step == 1
         super().__init__(
             f"the {what} of step {step} is not finite; the run stopped before that step changed a weight",
-            why="the learning rate is too high for this model and data, or a row is broken",
-            fix="lower train.learning_rate (by 3 to 10 times), or lower train.max_grad_norm; the last checkpoint is kept",
+            why="no weight had been changed yet: the weights that training starts from are damaged, or a row is broken"
+            if untouched
+            else "the learning rate is too high for this model and data, or a row is broken",
+            fix="`finetune doctor RECIPE` looks at the weights and the rows"
+            if untouched
+            else "lower train.learning_rate (by 3 to 10 times), or lower train.max_grad_norm; the last checkpoint is kept",
         )

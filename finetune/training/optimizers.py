@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError, did_you_mean
+from finetune.model.load import default_device
 from finetune.recipe.train_section import OptimizerName, TrainSection
 from finetune.training.chained_optimizer import ChainedOptimizer
 
@@ -86,7 +87,8 @@ OPTIMIZERS: dict[OptimizerName, OptimizerEntry] = {
 def check_optimizer(settings: TrainSection, *, on_cuda: bool | None = None) -> None:
     """Refuse, before a weight is loaded, an optimizer this machine cannot run and options its class does not take.
 
-    Values are tried on a toy layer, so that an optimizer's own complaint comes at once and not after loading.
+    Values are tried on a toy layer and two steps of it, so that an optimizer's own complaint comes at once and not after
+    loading, or after the first batch.
     """
     entry = OPTIMIZERS[settings.optimizer]
     on_cuda = torch.cuda.is_available() if on_cuda is None else on_cuda
@@ -105,11 +107,18 @@ def check_optimizer(settings: TrainSection, *, on_cuda: bool | None = None) -> N
                 where="train.optimizer_options",
                 fix=did_you_mean(name, known),
             )
+    here = torch.cuda.is_available()
     try:
-        build_optimizer(_Toy(), settings)
-    except (TypeError, ValueError, RuntimeError) as error:
+        toy = _Toy().to(default_device())
+        optimizer = build_optimizer(toy, settings)
+        if on_cuda == here:  # otherwise it is another machine that is asked about
+            for parameter in toy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for _ in range(2):
+                optimizer.step()
+    except (LookupError, ArithmeticError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"optimizer {settings.optimizer} refuses its options: {error}",
+            f"optimizer {settings.optimizer} refuses its options: {str(error) or type(error).__name__}",
             where="train.optimizer_options",
             fix="give values that the optimizer's documentation allows",
         ) from error
@@ -214,4 +223,4 @@ def _as_argument(value: Any) -> Any:
     """Lists of a recipe are tuples to an optimizer; whole numbers stay whole."""
     if isinstance(value, list):
         return tuple(value)
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value

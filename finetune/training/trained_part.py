@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow
+from finetune.errors import UserError
+from finetune.model.adapter_kinds import eva_search
+from finetune.model.adapter_targets import check_adapter
 from finetune.model.adapters import attach_adapter
 from finetune.model.freezing import freeze_parts
 from finetune.model.new_tokens import NewTokens, make_room
@@ -26,7 +30,7 @@ def add_trained_part(
     *,
     source: ModelSource | None = None,
     new_tokens: NewTokens | None = None,
-    rows: Sequence[TokenisedRow] = (),
+    rows: Sequence[TokenisedRow | AnsweredPrompt] = (),
 ) -> Any:
     """The model as training starts from it, for any adapter kind; `model` is changed in place.
 
@@ -38,29 +42,48 @@ def add_trained_part(
     if recipe.adapter.kind == "none":
         freeze_parts(model, recipe.adapter)
         return model
-    batches = start_batches(rows, model) if recipe.adapter.init == "eva" else None
+    batches = None
+    if recipe.adapter.init == "eva":
+        check_adapter(model, recipe.adapter)
+        _, n_tokens = eva_search(model, recipe.adapter)
+        batches = start_batches(rows, model, at_least=n_tokens)
     return attach_adapter(
         model, recipe.adapter, seed=recipe.seed, source=source, batches=batches, token_rows=new.ids
     )
 
 
-def start_batches(rows: Sequence[TokenisedRow], model: Any) -> list[Mapping[str, Tensor]]:
-    """Padded batches of the first train rows, in their order, up to a few thousand tokens."""
-    chosen, n_tokens = [], 0
+def start_batches(
+    rows: Sequence[TokenisedRow | AnsweredPrompt], model: Any, *, at_least: int
+) -> list[Mapping[str, Tensor]]:
+    """Padded batches of the first train rows, in their order, up to a few thousand tokens; of a pair the longer side.
+
+    Every batch has `at_least` so many tokens. Raises UserError when all rows together have fewer.
+    """
+    batches: list[list[list[int]]] = [[]]
+    n_tokens = 0
     for row in rows:
-        if n_tokens >= _START_TOKENS:
+        if n_tokens >= max(_START_TOKENS, at_least):
             break
-        chosen.append(row)
+        if len(batches[-1]) >= _START_BATCH_ROWS and sum(map(len, batches[-1])) >= at_least:
+            batches.append([])
+        batches[-1].append(row.input_ids)
         n_tokens += len(row.input_ids)
-    device = next(model.parameters()).device
-    batches: list[Mapping[str, Tensor]] = []
-    for start in range(0, len(chosen), _START_BATCH_ROWS):
-        part = [row.input_ids for row in chosen[start : start + _START_BATCH_ROWS]]
-        longest = max(map(len, part))
-        ids = torch.zeros(len(part), longest, dtype=torch.long, device=device)
-        mask = torch.zeros_like(ids)
-        for place, tokens in enumerate(part):
-            ids[place, : len(tokens)] = torch.tensor(tokens, device=device)
-            mask[place, : len(tokens)] = 1
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return batches
+    if sum(map(len, batches[-1])) < at_least and len(batches) > 1:
+        rest = batches.pop()
+        batches[-1] += rest
+    if n_tokens < at_least:
+        raise UserError(
+            f"init eva needs {at_least} tokens of train rows at these ranks, and there are {n_tokens}",
+            where="adapter.init",
+            fix="lower adapter.rank, give more rows, or use another init",
+        )
+    return [_padded(part, next(model.parameters()).device) for part in batches]
+
+
+def _padded(rows: Sequence[list[int]], device: torch.device) -> Mapping[str, Tensor]:
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+    mask = torch.zeros_like(ids)
+    for place, tokens in enumerate(rows):
+        ids[place, : len(tokens)] = torch.tensor(tokens, device=device)
+        mask[place, : len(tokens)] = 1
+    return {"input_ids": ids, "attention_mask": mask}

@@ -134,7 +134,7 @@ def test_identical_pairs_are_dropped_and_counted_up_to_one_per_cent(tiny_tokeniz
         tokenise_preferences([*good, *twins], tiny_tokenizer, unit="pair", max_tokens=512)
 
 
-@pytest.mark.parametrize("answer", ["", "  \n"])
+@pytest.mark.parametrize("answer", ["", "  \n", "\u200b \n"])
 def test_an_answer_without_text_is_dropped(tiny_tokenizer: Any, answer: str) -> None:
     rows = [pair("yes", "no", name="good"), pair("yes", answer, name="empty")]
     split = tokenise_preferences(rows, tiny_tokenizer, unit="pair", max_tokens=512)

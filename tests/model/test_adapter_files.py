@@ -129,6 +129,7 @@ def _shorten(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (_edit_config(peft_type="ADALORA"), r"type ADALORA"),
         (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), r"not valid JSON"),
         (lambda folder: (folder / ADAPTER_CONFIG).unlink(), r"not an adapter"),
+        (lambda folder: (folder / ORIGIN_FILE).write_text("[1]"), r"base_model.json holds no keys"),
         (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), r"holds no adapter_model.safetensors"),
     ],
 )

@@ -323,6 +323,20 @@ def test_odd_ranks_and_ranks_above_a_matrix_are_refused(tiny_model: Any) -> None
     assert "components" in _faults(tiny_model, init="pissa", rank=65)[0].what
 
 
+def test_what_is_trained_whole_carries_no_adapter_and_something_has_to(tiny_model: Any) -> None:
+    faults = _faults(tiny_model, target_modules=["up_proj", "q_proj"], modules_to_save=["mlp"])
+    assert [(fault.where, fault.what.partition(" ")[0]) for fault in faults] == [
+        ("adapter.target_modules", "'up_proj'")
+    ]
+    assert "no adapter is left" in _faults(tiny_model, modules_to_save=["layers"])[0].what
+    beside = attach_adapter(tiny_model, AdapterSection(modules_to_save=["mlp"]), seed=0)
+    assert set(adapted_modules(beside)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_a_name_in_another_case_is_the_nearest(tiny_model: Any) -> None:
+    assert "'q_proj'" in _faults(tiny_model, target_modules=["Q_PROJ"])[0].fix
+
+
 def test_layers_are_counted_from_either_end(tiny_model: Any) -> None:
     model = attach_adapter(tiny_model, AdapterSection(layers=[-1], target_modules=["q_proj"]), seed=0)
     assert adapted_modules(model) == {"q_proj": 1}

@@ -11,6 +11,8 @@ import pytest
 
 from finetune.digest import digest_file, digest_folder
 from finetune.errors import UserError
+from finetune.merge.adapter import merge_adapter
+from finetune.merge.inputs import resolve_inputs
 from finetune.paths import read_json
 from finetune.pipeline.generate import generate_rows
 from finetune.telemetry.events import read_events
@@ -285,6 +287,7 @@ primary_metric: choice_accuracy
 REWARD = """\
 extends: recipe.yaml
 name: reward
+adapter: {init: eva}
 data: {spec: reward_pairs.yaml}
 train:
   method: reward
@@ -318,6 +321,10 @@ def test_a_reward_model_is_judged_by_the_answers_it_prefers(chain: Any) -> None:
     firsts = [json.loads(record["output"])["choices"][0] == record["reference"] for record in records]
     assert 0 < sum(firsts) < len(firsts)  # the right answer is not always the first choice
     assert read_json(outcome.folder / "training.json")["validation"]["reward_accuracy"] > 0.5
+    found = resolve_inputs(outcome.folder)
+    with pytest.raises(UserError, match="belongs to a reward model"):
+        merge_adapter(found.source, found.adapter_folder, chain.folder / "merged")
+    assert not (chain.folder / "merged").exists()
 
 
 def test_a_reward_model_is_not_asked_to_write(chain: Any) -> None:

@@ -77,8 +77,8 @@ def no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ("adapter.kind=prompt", "train.packing=false", "data.max_tokens=500"),
             "data.max_tokens",
-            "520 tokens do not fit",
-            "512",
+            "500 tokens behind 20 virtual ones do not fit",
+            "at most 492",
         ),
         (("model.new_tokens=[<a>,<a>]",), "model.new_tokens", "named twice", "once"),
         (("model.dtype=fp16",), "model.dtype", "fp16 needs CUDA", "bf16"),

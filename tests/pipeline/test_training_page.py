@@ -155,9 +155,20 @@ def test_every_shipped_recipe_passes_the_preflight(name: str, make_source: Any) 
     assert find_declarative("data", recipe.data.spec, relative_to=folder).is_file()
     for suite in recipe.eval.suites:
         load_suite(suite, relative_to=folder)
-    preflight(recipe, make_source(False))
+    preflight(recipe, make_source(recipe.adapter.kind == "bitfit"))
     config = BUILTIN_CONFIGS["smollm2-135m-instruct"]
     assert forecast_training(recipe, config).total_bytes < 8e9  # each is meant for a small machine
+
+
+def test_parts_that_need_files_of_their_own_have_one() -> None:
+    recipes = [load_recipe(name) for name in TRAINED]
+    assert {recipe.adapter.kind for recipe in recipes} == set(get_args(AdapterKind))
+    assert {recipe.train.method for recipe in recipes} == {"sft", *PREFERENCE_METHODS}
+    assert {recipe.adapter.init for recipe in recipes} >= {"pissa", "olora", "eva", "loftq"}
+    assert {recipe.model.quantize for recipe in recipes} == {"none", "nf4", "fp4", "int8"}
+    assert any(recipe.model.new_tokens for recipe in recipes)
+    assert any(recipe.train.batch_ramp for recipe in recipes)
+    assert any(recipe.train.early_stopping for recipe in recipes)
 
 
 def test_the_pages_name_the_recipes_that_are_shipped() -> None:

@@ -190,7 +190,7 @@ ONE_FAULT: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
     "not below": (with_lines("train:", "  learning_rate: 1"), "8:18", "must be less than 1", ""),
-    "too large": (with_lines("adapter:", "  dropout: 1.5"), "8:12", "must be at most 1", ""),
+    "too large": (with_lines("adapter:", "  dropout: 1.5"), "8:12", "must be less than 1", ""),
     "empty list": (VALID.replace("[home_intents]", "[]"), "6:11", "'eval.suites' must not be empty", ""),
     "pattern": (with_lines("name: a b"), "7:7", "'name' must match the pattern", ""),
     "missing key": (

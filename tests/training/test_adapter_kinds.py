@@ -8,12 +8,15 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_folder
 from finetune.errors import UserError
 from finetune.model.adapter_files import load_adapter
+from finetune.model.adapter_starts import lora_layers
 from finetune.recipe.adapter_section import AdapterInit, AdapterKind
 from finetune.telemetry.events import read_events
 from finetune.training.exact_trainer import StopWhenAsked
+from finetune.training.trained_part import add_trained_part, start_batches
 
 UNPACKED = {"train__packing": False, "train__micro_batch_size": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -206,3 +209,31 @@ def test_freezing_everything_is_refused(make_recipe: Any, adapted_model: Any) ->
         adapted_model(recipe)
     with pytest.raises(UserError, match="did you mean 'embed_tokens'"):
         adapted_model(make_recipe(adapter__kind="none", adapter__freeze=["embed_token"]))
+
+
+def short_rows(n: int) -> list[TokenisedRow]:
+    """Rows of five different tokens each."""
+    starts = range(5, 5 + 5 * n, 5)
+    return [
+        TokenisedRow(f"row-{first}", ids, ids, 5) for first in starts if (ids := [*range(first, first + 5)])
+    ]
+
+
+def test_eva_puts_as_many_short_rows_into_a_batch_as_its_ranks_need(
+    make_tiny_model: Any, make_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT passes over batches with fewer tokens than directions, and asks for the next one without end."""
+    recipe = make_recipe(adapter__init="eva")
+    model = add_trained_part(make_tiny_model(), recipe, rows=short_rows(20))
+    ranks = [len(layer.lora_A["default"].weight) for layer in lora_layers(model).values()]
+    assert 0 < sum(ranks) <= 8 * 14
+    batches = start_batches(short_rows(20), model, at_least=32)
+    assert [int(batch["attention_mask"].sum()) for batch in batches] == [35, 65]
+    with pytest.raises(UserError, match="needs 32 tokens of train rows at these ranks, and there are 30"):
+        add_trained_part(make_tiny_model(), recipe, rows=short_rows(6))
+    highest = make_recipe(adapter__init="eva", adapter__rank=32)
+    monkeypatch.setattr("finetune.model.adapter_starts._EVA_PASSES", 5)
+    with pytest.raises(UserError, match="did not settle in 5 passes"):
+        add_trained_part(make_tiny_model(), highest, rows=short_rows(40))
+    with pytest.raises(UserError, match="finds 32 components"):
+        add_trained_part(make_tiny_model(), make_recipe(adapter__init="eva", adapter__rank=33), rows=())

@@ -150,6 +150,20 @@ def test_options_reach_the_class_and_unknown_ones_are_refused_with_the_nearest_n
         check_optimizer(settings("adamw", optimizer_options={"betas": [0.8, 1.9]}))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {"betas": [0.9]}),
+        ("adamw", {"differentiable": True}),
+        ("adamw_fused", {"eps": "tiny"}),
+        ("soap", {"precondition_frequency": 0}),
+    ],
+)
+def test_options_that_fail_only_in_a_step_are_refused_before_one(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"optimizer {name} refuses its options: ."):
+        check_optimizer(settings(name, optimizer_options=options))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if OPTIMIZERS[name].needs_cuda])
 def test_paged_optimizers_are_refused_without_a_gpu_and_name_another(name: str) -> None:
     with pytest.raises(UserError, match="needs CUDA") as caught:
