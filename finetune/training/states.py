@@ -26,7 +26,21 @@ def save_state(path: Path, state: Any) -> None:
     encoded = _encode(state, tensors)
     path.with_suffix(".json").write_text(json.dumps(encoded), encoding="utf-8")
     if tensors:
+        _separate(tensors)
         save_file(tensors, str(path.with_suffix(".safetensors")))
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> None:
+    """Give tensors that share memory, as the code books of 8-bit optimizers do, their own: safetensors refuses them.
+
+    The others are written from where they are; copies of all would be the whole optimizer a second time.
+    """
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in taken:
+            tensors[name] = tensor.clone()
+        taken.add(memory)
 
 
 def load_state(path: Path) -> Any:
@@ -48,12 +62,11 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | str | int | float):
         return value
     if isinstance(value, torch.Tensor):
-        # Two states may share a tensor (the code book of 8-bit optimizers); each gets its own copy.
         name = f"{len(tensors):06d}"
         order = sorted(range(value.dim()), key=lambda dimension: -value.stride()[dimension])
         if value.is_contiguous() or not value.permute(order).is_contiguous():
             order = list(range(value.dim()))
-        tensors[name] = value.detach().to("cpu").permute(order).contiguous().clone()
+        tensors[name] = value.detach().to("cpu").permute(order).contiguous()
         return {f"{_TAG}tensor": [name, order]}
     if isinstance(value, np.ndarray):
         return {f"{_TAG}array": _encode(torch.from_numpy(value), tensors)}

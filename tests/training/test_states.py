@@ -109,3 +109,23 @@ def test_a_damaged_state_is_a_user_error(tmp_path: Path, content: bytes) -> None
     (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(UserError, match="cannot be read"):
         load_state(tmp_path / "state")
+
+
+def test_views_of_one_tensor_and_tensors_named_twice_come_back_each_as_they_were(tmp_path: Path) -> None:
+    table = torch.arange(12.0).reshape(3, 4)
+    state = {"all": table, "again": table, "row": table[1], "turned": table.T, "tail": table[2:]}
+    save_state(tmp_path / "state", state)
+    loaded = load_state(tmp_path / "state")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert loaded["turned"].stride() == table.T.stride()
+
+
+def test_a_state_is_written_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda self, *a, **k: copies.append(self.numel()) or clone(self, *a, **k)
+    )
+    moments = [torch.randn(100) for _ in range(3)]
+    save_state(tmp_path / "state", {"moments": moments, "book": moments[0][:10]})
+    assert copies == [10]
