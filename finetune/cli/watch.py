@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def watch(
         for batch in follow_events(folder, is_alive=lambda _: False):
             _add(view, batch)
         summary = {"run": str(folder), "is_running": is_worked_on(folder), **view.summary()}
-        emit(summary, "\n".join(view.lines(_width(), draws=can_draw(sys.stdout))), as_json=as_json)
+        emit(summary, "\n".join(view.lines(_size().columns, draws=can_draw(sys.stdout))), as_json=as_json)
         return
     screen = _Screen(view, as_json=as_json)
     for batch in follow_events(folder, is_alive=is_worked_on):
@@ -52,6 +53,10 @@ def watch(
         screen.show(batch)
     screen.end()
     note(f"no process works in {folder} any more")
+    if view.stage.get("status") == "running":
+        note(
+            f"it ended inside the stage {view.stage.get('name')}: the same `finetune run` goes on from there"
+        )
 
 
 def find_run(name: str) -> Path:
@@ -91,20 +96,27 @@ def _add(view: RunView, batch: list[dict[str, object]]) -> None:
         view.add(event)
 
 
-def _width() -> int:
+def _size() -> os.terminal_size:
+    """Columns and lines of the terminal; 100 and 24 where there is none."""
     import shutil
 
-    return shutil.get_terminal_size((100, 24)).columns
+    return shutil.get_terminal_size((100, 24))
+
+
+def _print_text(text: str) -> None:
+    """With escapes for what the stream's encoding does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
 
 
 class _Screen:
     """A picture that is drawn over on a terminal; lines, at most one in ten seconds, in a log."""
 
     def __init__(self, view: RunView, *, as_json: bool) -> None:
-        from finetune.telemetry.sparkline import can_draw
+        from finetune.telemetry.sparkline import can_draw, can_redraw
 
         self._view, self._as_json = view, as_json
-        self._is_terminal = sys.stdout.isatty()
+        self._is_terminal = can_redraw(sys.stdout)
         self._draws = can_draw(sys.stdout)
         self._n_lines = 0
         self._last, self._printed = float("-inf"), ""
@@ -123,12 +135,19 @@ class _Screen:
     def end(self) -> None:
         """What the last batches added, in full."""
         if not self._as_json and not self._is_terminal:
-            print("\n".join(self._view.lines(_width(), draws=self._draws)), flush=True)
+            _print_text("\n".join(self._view.lines(_size().columns, draws=self._draws)))
 
     def _draw(self) -> None:
-        lines = self._view.lines(_width(), draws=self._draws)
+        """Over what was drawn before; no more lines than the cursor can go back by."""
+        columns, rows = _size()
+        lines = self._view.lines(columns, draws=self._draws)
+        if len(lines) >= rows > 2:
+            lines = [
+                *lines[: rows - 2],
+                f"and {len(lines) - rows + 2} lines more: make the window higher"[:columns],
+            ]
         above = _UP_AND_CLEAR.format(self._n_lines) if self._n_lines else ""
-        print(above + "\n".join(lines), flush=True)
+        _print_text(above + "\n".join(lines))
         self._n_lines = len(lines)
 
     def _print_line(self) -> None:
@@ -138,5 +157,5 @@ class _Screen:
             return
         line = step_line(self._view)
         if line != self._printed:
-            print(line, flush=True)
+            _print_text(line)
             self._last, self._printed = time.monotonic(), line

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
+
 EVENTS = "events.jsonl"
 _POLL_SECONDS = 0.5
 
@@ -42,13 +44,15 @@ def _new_lines(path: Path, offset: int, rest: bytes) -> tuple[list[bytes], int, 
             added = stream.read()
     except FileNotFoundError:
         return [], offset, rest
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", fix="mend its permissions") from None
     *lines, rest = (rest + added).split(b"\n")
     return lines, offset + len(added), rest
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(line, parse_constant=str)  # NaN is no JSON, and an answer in JSON may not hold it
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "event" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None

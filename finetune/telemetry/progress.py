@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from finetune.telemetry.sparkline import can_draw
+from finetune.telemetry.sparkline import can_draw, can_redraw
 from finetune.units import format_duration
 
 _QUIET_SECONDS = 2.0
@@ -28,7 +28,7 @@ class Progress:
         self.label, self.total, self.unit = label, total, unit
         self.done = 0
         self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
+        self._is_terminal = can_redraw(self._stream)
         self.draws = can_draw(self._stream)
         self._start = time.monotonic()
         self._started_at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -32,6 +33,11 @@ def sparkline(values: Sequence[float | None], width: int = 16) -> str:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether lines that were printed can be drawn over: on a terminal that moves its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def can_draw(stream: TextIO) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
+
+from rich.cells import cell_len, set_cell_size
 
 from finetune.telemetry.sparkline import sparkline
 from finetune.units import format_bytes, format_duration
@@ -58,8 +60,8 @@ class RunView:
         elif kind == "sample":
             self.samples.setdefault(step, []).append(event)
         elif kind == "start":
-            total = event.get("total_steps")
-            self.total_steps = total if isinstance(total, int) and not isinstance(total, bool) else None
+            total = number(event.get("total_steps"))
+            self.total_steps = None if total is None else int(total)
             self.max_grad_norm = number(event.get("max_grad_norm"))
         elif kind == "stage":
             self.stage = event
@@ -99,16 +101,16 @@ class RunView:
         }
 
     def lines(self, width: int = 100, *, draws: bool = True) -> list[str]:
-        """The picture, each line at most `width` characters; without curves where the terminal cannot draw them."""
+        """The picture, each line at most `width` columns; without curves where the terminal cannot draw them."""
         if not self.steps:
-            return [self._stage_line() or "no optimizer step yet"]
+            return [_cut(self._stage_line() or "no optimizer step yet", width)]
         events = [self.steps[step] for step in sorted(self.steps)]
         found = [self._head(), *self._curves(events, draws=draws)]
         if self.validations:
             found += self._validation_lines(draws=draws)
         found += [f"look at this: {note}" for note in self.notes[-3:]]
         found += self._sample_lines()
-        return [line if len(line) <= width else f"{line[: width - 1]}…" for line in found]
+        return [_cut(line, width) for line in found]
 
     def _stage_line(self) -> str:
         name, status = self.stage.get("name"), self.stage.get("status")
@@ -215,9 +217,17 @@ def number(value: Any) -> float | None:
 
 def _time_of(event: Record) -> datetime | None:
     try:
-        return datetime.fromisoformat(event["time"])
+        time = datetime.fromisoformat(event["time"])
     except (KeyError, TypeError, ValueError):
         return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _cut(line: str, width: int) -> str:
+    """At most `width` columns of a terminal, on which characters of Asian scripts and pictures take two."""
+    if cell_len(line) <= width:
+        return line
+    return set_cell_size(line, max(width - 1, 0)).rstrip() + "…"
 
 
 def on_one_line(text: str, most_characters: int = _SAMPLE_CHARACTERS) -> str:
