@@ -15,6 +15,7 @@ from finetune.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUESTION = {"role": "user", "content": "q"}
 _PROBE = "ProbeAnswer"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _REWRITES = (
@@ -75,31 +76,42 @@ def render(
 def closing_of(tokenizer: Any) -> Closing:
     """How the chat template ends an assistant turn, found by rendering one.
 
-    Raises UserError when it ends with no special token (a model trained so would never learn to stop), or when the
-    template has no generation prompt although answers have a header (the model could not be asked to answer). Where the
-    question itself ends with what asks, as "[/INST]" does, no generation prompt is needed.
+    Raises UserError as `ending_of` does, or when the template has no generation prompt although answers have a header
+    (the model could not be asked to answer). Where the question itself ends with what asks, as "[/INST]" does, no generation
+    prompt is needed.
     """
-    question = {"role": "user", "content": "q"}
-    text = render([question, {"role": "assistant", "content": _PROBE}], tokenizer)
+    head, closing = ending_of(tokenizer)
+    require_generation_prompt(tokenizer, head)
+    return closing
+
+
+def ending_of(tokenizer: Any) -> tuple[str, Closing]:
+    """What the chat template writes before an answer, and how it ends it.
+
+    Raises UserError when it ends with no special token (a model trained so would never learn to stop), or does not write
+    the answer as it is.
+    """
+    text = render([_QUESTION, {"role": "assistant", "content": _PROBE}], tokenizer)
     head, found, tail = text.rpartition(_PROBE)
-    end_of_turn = _first_special(tail, tokenizer)
-    if not found or end_of_turn is None:
-        raise UserError(
-            "the chat template ends the assistant's turn with no end-of-turn token",
-            where="chat template",
-            why="a model trained with it would never learn to stop",
-            fix="add the end-of-turn token to the template after the assistant's content",
-        )
-    asked = render([question], tokenizer)
+    if not found:
+        raise rewritten_answer("chat template")
+    end_of_turn = first_special(tail, tokenizer)
+    if end_of_turn is None:
+        raise no_end_of_turn()
+    return head, Closing(tail, tail[: tail.index(end_of_turn)], end_of_turn)
+
+
+def require_generation_prompt(tokenizer: Any, head: str) -> None:
+    """Raise UserError where nothing asks the model to answer; `head` is what stands before an answer to a question."""
+    asked = render([_QUESTION], tokenizer)
     has_header = not head.startswith(asked) or bool(head[len(asked) :].strip())
-    if has_header and asked == render([question], tokenizer, generation_prompt=True):
+    if has_header and asked == render([_QUESTION], tokenizer, generation_prompt=True):
         raise UserError(
             "the chat template has no generation prompt",
             where="chat template",
             why="with or without add_generation_prompt it renders the same, so the model cannot be asked to answer",
             fix="add {% if add_generation_prompt %} with the assistant's header to the template",
         )
-    return Closing(tail, tail[: tail.index(end_of_turn)], end_of_turn)
 
 
 def locate_answers(
@@ -136,13 +148,17 @@ def locate_answers(
             continue
         prompt = render(messages[:index], tokenizer, tools=tools, generation_prompt=True)
         if not full.startswith(prompt):
-            raise _rewritten(index, "the prompt of this answer is not how the whole conversation begins")
+            raise rewritten_history(
+                index,
+                "the prompt of this answer is not how the whole conversation begins",
+                is_last=index == answers[-1],
+            )
         if blocks is None:
             end = _rendered_end(messages[: index + 1], tokenizer, tools, closing, full, prompt)
             start = len(prompt)
         else:
             start, end = _block_edges(full, blocks[number], len(prompt), closing)
-        _require_as_written(messages[index], full[start:end], index)
+        require_as_written(messages[index], full[start:end], index)
         spans.append((start, end))
         weights.append(weight_of(messages[index]))
     return RenderedRow(full, tuple(spans), tuple(weights))
@@ -176,20 +192,17 @@ def _rendered_end(
                 fix="add the end-of-turn token to the template after the assistant's content",
             )
     if not full.startswith(prompt + said):
-        raise _rewritten(index, "the answer is rendered differently in the whole conversation")
+        raise rewritten_history(
+            index, "the answer is rendered differently in the whole conversation", is_last=False
+        )
     return len(prompt) + len(said)
 
 
-def _require_as_written(turn: Mapping[str, Any], said: str, index: int) -> None:
+def require_as_written(turn: Mapping[str, Any], said: str, index: int) -> None:
     """A template that leaves out a part of the answer, e.g. its reasoning, would train something else in silence."""
     content = turn.get("content")
     if isinstance(content, str) and content not in said and content.strip() not in said:
-        raise UserError(
-            "the chat template rewrites the answer: it is not rendered as it is written",
-            where=f"turn {index}",
-            why="a part of it, often the reasoning, would be left out of training without a word",
-            fix="put reasoning into the key the template reads (reasoning_content), or take a template that keeps it",
-        )
+        raise rewritten_answer(f"turn {index}")
     for key in _REASONING_KEYS:
         reasoning = turn.get(key)
         if isinstance(reasoning, str) and reasoning.strip() not in said:
@@ -268,12 +281,36 @@ def _end_of_turn(full: str, end: int, closing: Closing) -> int:
     )
 
 
-def _rewritten(index: int, what: str) -> UserError:
+def rewritten_answer(where: str) -> UserError:
+    """The template writes another text than the answer's."""
+    return UserError(
+        "the chat template rewrites the answer: it is not rendered as it is written",
+        where=where,
+        why="a part of it, often the reasoning, would be left out of training without a word",
+        fix="put reasoning into the key the template reads (reasoning_content), or take a template that keeps it; where it "
+        "cuts earlier answers alone, set data.train_on: each or last",
+    )
+
+
+def no_end_of_turn() -> UserError:
+    """The template ends an answer with nothing that could stop the generation."""
+    return UserError(
+        "the chat template ends the assistant's turn with no end-of-turn token",
+        where="chat template",
+        why="a model trained with it would never learn to stop",
+        fix="add the end-of-turn token to the template after the assistant's content",
+    )
+
+
+def rewritten_history(index: int, what: str, *, is_last: bool) -> UserError:
+    """The template writes what stands before the answer of turn `index` in another way once it is given. Answers that others
+    follow can be learnt as they are given; the last one is so already."""
+    elsewhere = "mend the template: what stands before an answer, the generation prompt included, must not depend on the answer"
     return UserError(
         f"the chat template rewrites history: {what}",
         where=f"turn {index}",
         why=_REWRITES,
-        fix="set data.train_on to each (one row an answer) or to last",
+        fix=elsewhere if is_last else "set data.train_on to each (one row an answer) or to last",
     )
 
 
@@ -297,6 +334,7 @@ def _special_tokens(tokenizer: Any) -> list[str]:
     return sorted(added | set(tokenizer.all_special_tokens), key=lambda token: (-len(token), token))
 
 
-def _first_special(text: str, tokenizer: Any) -> str | None:
+def first_special(text: str, tokenizer: Any) -> str | None:
+    """The special token that stands first in `text`."""
     found = [(text.find(token), -len(token), token) for token in _special_tokens(tokenizer) if token in text]
     return min(found)[2] if found else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,10 @@ def check_versions(installed: Mapping[str, str], required: Sequence[str] | None 
         wrong += 1
         has = f"{found} is installed" if found else "it is not installed"
         yield fault(
-            "versions", f"{one.name} has to be {one.specifier or 'there'}, {has}", f"pip install '{one}'"
+            "versions",
+            f"{one.name} has to be {one.specifier or 'there'}, {has}",
+            f"pip install '{one}'",
+            where=sys.prefix,
         )
     if not wrong:
         yield ok("versions", f"{len(needed)} packages are in the versions that this one needs")
@@ -86,6 +90,7 @@ def check_pins(installed: Mapping[str, str], pinned: str | None = None) -> Itera
             "tested versions",
             f"other than tested: {', '.join(other[:_SHOWN])}{more}",
             f"pip install -c {CONSTRAINTS} -e .",
+            where=sys.prefix,
         )
     else:
         yield ok("tested versions", "packages are in the versions that were tested together")
@@ -122,6 +127,7 @@ def check_accelerator(machine: Machine, dtype: str) -> Finding:
             name,
             "an NVIDIA driver is loaded, but this torch was built without CUDA, so everything runs on the CPU",
             "install torch's build for your CUDA version",
+            where=f"torch {torch.__version__}",
         )
     if machine.driver:  # which a container without its GPUs sees too, so that it need not be wrong
         return warning(
@@ -129,6 +135,7 @@ def check_accelerator(machine: Machine, dtype: str) -> Finding:
             f"an NVIDIA driver is loaded, but torch (built for CUDA {machine.built_for}) sees no GPU: everything runs on the CPU",
             "if there should be one: give it to the container, look at CUDA_VISIBLE_DEVICES, and compare the driver's CUDA "
             "version in `nvidia-smi` with torch's",
+            where=f"torch {torch.__version__}",
         )
     return ok(name, "no GPU; everything runs on the CPU")
 

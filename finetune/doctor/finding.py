@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from finetune.errors import ExitCode, Fault, UserError
 
 Status = Literal["ok", "warning", "fault", "skipped"]
+Made = TypeVar("Made")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,12 @@ class Finding:
         number = ""
         if self.measured is not None and self.limit is not None:
             number = f" ({self.measured:.2g}, limit {self.limit:.2g})"
-        line = f"{self.status:<7} {self.check}{number}: {self.detail}"
-        return f"{line}\n        fix: {self.remedy}" if self.remedy else line
+        lines = [f"{self.status:<7} {self.check}{number}: {self.detail}"]
+        if self.where and self.status in ("fault", "warning"):
+            lines.append(f"        where: {self.where}")
+        if self.remedy:
+            lines.append(f"        fix: {self.remedy}")
+        return "\n".join(lines)
 
     def as_fault(self) -> Fault:
         """As an error of a run."""
@@ -85,14 +92,53 @@ def faults_of(check: str, error: UserError) -> list[Finding]:
 
 
 def examine(group: str, name: str, check: Callable[[], Finding | Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of one check, with its group; a UserError of it is as many faults as it carries."""
+    """The findings of one check, with its group. A UserError of it is as many faults as it carries, and a check that fails
+    itself is one fault, so that the others go on."""
     try:
         found = check()
         for one in [found] if isinstance(found, Finding) else found:
             yield replace(one, group=group)
-    except UserError as error:
-        for one in faults_of(name, error):
-            yield replace(one, group=group)
+    except Exception as error:
+        yield from _raised(group, name, error)
+
+
+def attempt(group: str, name: str, work: Callable[[], Made]) -> tuple[Made | None, list[Finding]]:
+    """What `work` makes, which checks stand on; or none, and what went wrong as in `examine`."""
+    try:
+        return work(), []
+    except Exception as error:
+        return None, _raised(group, name, error)
+
+
+def _raised(group: str, name: str, error: Exception) -> list[Finding]:
+    found = faults_of(name, error) if isinstance(error, UserError) else [crashed(name, error)]
+    return [replace(one, group=group) for one in found]
+
+
+def crashed(name: str, error: Exception) -> Finding:
+    """A check that failed itself: a fault of the program, unless what it looked at is damaged. The traceback is logged."""
+    _log.error("the check '%s' failed", name, exc_info=error)
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return fault(
+        name,
+        f"the check of '{name}' failed itself, so nothing is known of it: {type(error).__name__}: {first}",
+        "look at the traceback on standard error: if it names no file of yours, report it with the recipe",
+        exit_code=ExitCode.INTERNAL_FAULT,
+    )
+
+
+def told_once(findings: Iterable[Finding]) -> list[Finding]:
+    """Without the faults and warnings that an earlier check has told in the same words of the same place."""
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for one in findings:
+        key = (one.detail, one.where)
+        if one.status in ("fault", "warning"):
+            if key in seen:
+                continue
+            seen.add(key)
+        kept.append(one)
+    return kept
 
 
 def faults_in(findings: Sequence[Finding]) -> list[Finding]:

@@ -14,6 +14,7 @@ from finetune.plan.fits import Fit
 from finetune.plan.forecast import Forecast
 from finetune.units import format_bytes
 
+_SMALLER = "set train.gradient_checkpointing: true, or a smaller train.micro_batch_size or train.pack_tokens"
 _LARGEST_MISS = 0.12  # what forecasts of measured runs were off at the most
 
 
@@ -41,6 +42,7 @@ def check_forecast(
     fit: Fit | None = None,
     *,
     name: str = "memory forecast",
+    where: str = "train.micro_batch_size",
     certain_bytes: int | None = None,
 ) -> Finding:
     """Whether the forecast is below what the device has. `fit`: what to change when it is not. `certain_bytes`: what is
@@ -62,14 +64,17 @@ def check_forecast(
             name,
             f"{said}: the longest prompts may not fit",
             f"set {remedy}" if remedy else "ask less at once",
+            where=where,
         )
     if needed <= room.total_bytes:
-        return warning(name, said, f"end other programs, or set {remedy}" if remedy else "end other programs")
+        other = f"end other programs, or set {remedy}" if remedy else "end other programs"
+        return warning(name, said, other, where=where)
     same = next((one for one in suggestions if one.fits and one.same_result), None)
     return fault(
         name,
         f"{said}: it does not fit",
         f"set {remedy}" if remedy else "take a machine with more memory",
+        where=where,
         changes=dict(same.changes) if same is not None else {},
         exit_code=ExitCode.WILL_NOT_FIT,
     )
@@ -90,12 +95,27 @@ def check_probe(
         return fault(
             name,
             f"{said}; {format_bytes(room.available_bytes)} is free",
-            "set train.gradient_checkpointing: true, or a smaller train.micro_batch_size or train.pack_tokens",
+            _SMALLER,
+            where="train.micro_batch_size",
             exit_code=ExitCode.WILL_NOT_FIT,
         )
     if forecast_bytes is not None and peak_bytes > (1 + _LARGEST_MISS) * forecast_bytes:
-        return warning(name, f"{said}: more than forecast", "plan with what was measured")
+        return warning(
+            name, f"{said}: more than forecast", "plan with what was measured", where="train.micro_batch_size"
+        )
     return ok(name, said)
+
+
+def out_of_memory(n_tokens: int, room: Room) -> Finding:
+    """The step on the longest batch ended for want of memory."""
+    return fault(
+        "longest batch",
+        f"one step of {n_tokens:,} tokens found no memory any more; {format_bytes(room.available_bytes)} of "
+        f"{format_bytes(room.total_bytes)} {room.basis} was free before it",
+        _SMALLER,
+        where="train.micro_batch_size",
+        exit_code=ExitCode.WILL_NOT_FIT,
+    )
 
 
 def longest_batch(lengths: Sequence[int], *, micro_batch: int, pack_tokens: int | None) -> list[int]:

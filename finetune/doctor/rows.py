@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from finetune.data.check import CheckResult
 from finetune.data.curate.account import Account, account_for_answers
 from finetune.data.rows import Row
-from finetune.doctor.finding import Finding, fault, ok, skipped, warning
+from finetune.doctor.finding import Finding, examine, fault, ok, skipped, warning
 from finetune.errors import UserError
 
 # A task is learnt from hundreds to a few thousand good rows; below it is mostly form that is learnt, above it the same kind
@@ -20,6 +20,7 @@ MOST_CONTRADICTING_SHARE = 0.01
 MOST_REFUSALS_SHARE = 0.2
 _TOO_MANY_EMPTY_SHARE = 0.01
 _SHOWN = 3
+_OF_DATA = "data.spec"
 
 
 def check_rows(
@@ -28,15 +29,20 @@ def check_rows(
     """What the train rows show by themselves. `n_kept` and `counts`: how many were tokenised, and what became of them."""
     yield check_number(n_kept)
     yield check_cuts(counts)
+    yield from check_answers(train, seed=seed)
+
+
+def check_answers(train: Sequence[Row], *, seed: int) -> Iterator[Finding]:
+    """Whether the answers agree with one another, as they stand in the rows, before any tokenizer."""
     try:
         account = account_for_answers(train[:ROWS_READ_FOR_FORMS], seed=seed)
     except UserError:
         yield skipped("answers", "running text and tokens have no answers that could disagree")
         return
-    yield from check_forms(account)
-    yield check_contradictions(account)
-    yield check_refusals(account)
-    yield check_empty(account)
+    yield from examine("data", "one form", lambda: check_forms(account))
+    yield from examine("data", "contradictions", lambda: check_contradictions(account))
+    yield from examine("data", "refusals", lambda: check_refusals(account))
+    yield from examine("data", "empty answers", lambda: check_empty(account))
 
 
 def check_number(n_rows: int) -> Finding:
@@ -46,6 +52,7 @@ def check_number(n_rows: int) -> Finding:
             "number of rows",
             f"{n_rows} train rows are few: from about {FEW_ROWS} on a task is learnt rather than its form",
             "add rows, or look whether examples in the prompt do as well (the few_shot baseline tells)",
+            where=_OF_DATA,
         )
     many = (
         ""
@@ -68,6 +75,7 @@ def check_cuts(counts: Mapping[str, int]) -> Finding:
             "cut rows",
             said,
             "raise data.max_tokens (and train.pack_tokens); `finetune data lengths` shows how far",
+            where="data.max_tokens",
         )
     return ok("cut rows", said)
 
@@ -83,6 +91,7 @@ def check_forms(account: Account) -> Iterator[Finding]:
             f"{mix.minority_share:.1%} of the {of_what} differ in {mix.aspect} from the majority: {largest.value} ({largest.share:.0%}) "
             f"beside {other.value} ({other.share:.0%})",
             "bring the answers into one form, or part the tasks; `finetune data consistency` shows both piles",
+            where=_OF_DATA,
         )
     if not account.warnings:
         yield ok("one form", f"no minority form reaches 5 % of {len(account.rows):,} answers")
@@ -103,6 +112,7 @@ def check_contradictions(account: Account) -> Finding:
             "contradictions",
             f"{said}, e.g. rows {first}",
             "keep one answer a question (curate: in the dataset spec), unless several are wanted",
+            where=_row(account.rows[groups[0].rows[0]]),
         )
     return ok("contradictions", said)
 
@@ -117,6 +127,7 @@ def check_refusals(account: Account) -> Finding:
             "refusals",
             said,
             "a model that is shown this many learns to decline what it could answer: keep fewer of them",
+            where=_row(account.rows[account.refusals[0]]),
         )
     if n_refusals:
         return ok("refusals", said)
@@ -129,6 +140,7 @@ def check_refusals(account: Account) -> Finding:
         "refusals",
         f"{said}: what should not be answered will be answered all the same",
         "add rows of questions that are out of scope, with the answer you want there, if such questions will come",
+        where=_OF_DATA,
     )
 
 
@@ -139,7 +151,10 @@ def check_empty(account: Account) -> Finding:
     if share > _TOO_MANY_EMPTY_SHARE:
         first = ", ".join(account.rows[row].id for row in account.empty[:_SHOWN])
         return warning(
-            "empty answers", f"{said}, e.g. rows {first}", "leave them out in the dataset spec (curate:)"
+            "empty answers",
+            f"{said}, e.g. rows {first}",
+            "leave them out in the dataset spec (curate:)",
+            where=_row(account.rows[account.empty[0]]),
         )
     return ok("empty answers", said)
 
@@ -152,6 +167,7 @@ def check_sides(n_rows: Mapping[str, int], validation_every: int | None) -> Find
             "the dataset has none, so that overfitting cannot be seen"
             + (" and train.validate_every_steps validates nothing" if validation_every else ""),
             "give the dataset spec a validation share",
+            where=_OF_DATA,
         )
     return ok("validation rows", f"{n_rows['validation']:,} of them")
 
@@ -173,5 +189,10 @@ def check_contamination(report: Mapping[str, object]) -> Finding:
             "questions of the suites",
             f"{n_rows} train rows hold a question of a suite; the run leaves them out",
             "nothing has to be done; take them out of the source if they are used elsewhere",
+            where=_OF_DATA,
         )
     return ok("questions of the suites", "no train row holds one")
+
+
+def _row(row: Row) -> str:
+    return f"row {row.id} ({row.source})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from finetune.doctor.finding import Finding, ok, warning
 from finetune.evaluation.power import PLAUSIBLE_SHARE_MENDED, SuitePower, plan_suite
@@ -19,9 +20,10 @@ def check_power(data: SuiteData, untuned: Sequence[Sequence[Record]] = ()) -> It
     """By the untuned arms' answers where a run has them; before that by what a planner assumes of right-or-wrong items."""
     name = f"power of {data.suite.name}"
     if untuned and all(untuned):
-        yield _of_plan(name, plan_suite(data.suite, untuned))
+        found = _of_plan(name, plan_suite(data.suite, untuned))
     else:
-        yield _assumed(name, data)
+        found = _assumed(name, data)
+    yield replace(found, where=str(data.suite.path))
 
 
 def _of_plan(name: str, planned: SuitePower) -> Finding:

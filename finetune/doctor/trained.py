@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from finetune.doctor.finding import Finding, fault, ok
+from finetune.doctor.finding import Finding, fault, ok, warning
 from finetune.model.adapters import adapted_modules, trainable_parameters
 from finetune.recipe.schema import Recipe
 from finetune.units import format_count
@@ -23,6 +24,55 @@ _MARKS: dict[str, tuple[str, ...]] = {
 }
 _FORECAST_TOLERANCE = 0.01
 _SHOWN = 3
+
+
+def check_weights(model: Any) -> Finding:
+    """Values of the weights that are no finite numbers: every loss would be none, whatever the learning rate."""
+    name = "weights"
+    damaged = [
+        key for key, one in model.named_parameters() if one.is_floating_point() and not _is_finite(one)
+    ]
+    if damaged:
+        return fault(
+            name,
+            f"{len(damaged)} tensors of the model hold values that are not finite, e.g. {damaged[0]}",
+            "copy or download the model again, or take a checkpoint from before its training broke",
+            where="model.id",
+        )
+    return ok(name, "all values are finite")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Sums are finite only where every value is; a sum that overflows is looked at value by value."""
+    with torch.no_grad():
+        return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+def check_gradients(arrives: Mapping[str, bool]) -> Finding:
+    """Whether every trained tensor (name -> whether it has a gradient after a backward pass) can learn at all."""
+    name = "gradients"
+    silent = [key for key, is_there in arrives.items() if not is_there]
+    if not silent:
+        return ok(name, f"they arrive at all {len(arrives)} trained tensors")
+    if len(silent) == len(arrives):
+        return no_gradients(arrives)
+    return warning(
+        name,
+        f"none arrives at {len(silent)} of {len(arrives)} trained tensors, e.g. {', '.join(silent[:_SHOWN])}: they stay as they are",
+        "if these parts should learn, something detaches them from the loss; if they take no part in an answer (a vision "
+        "tower, say), leave them out by adapter.target_modules, adapter.layers or adapter.freeze",
+        where="adapter",
+    )
+
+
+def no_gradients(trained: Collection[str]) -> Finding:
+    """The graph is cut between the loss and all that trains."""
+    return fault(
+        "gradients",
+        f"none arrives at any of {len(trained)} trained tensors: the model cannot learn, whatever its learning rate",
+        "look for a detach or no_grad in the model's own code, and try train.gradient_checkpointing: false",
+        where="model.id",
+    )
 
 
 def check_trained(recipe: Recipe, model: Any, forecast_elements: int | None) -> Finding:

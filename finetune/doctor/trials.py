@@ -22,8 +22,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow
 from finetune.doctor.finding import Finding, fault, ok, skipped, warning
-from finetune.doctor.memory import Room, check_probe, longest_batch
+from finetune.doctor.memory import Room, check_probe, longest_batch, out_of_memory
 from finetune.doctor.rates import usual_rate
+from finetune.doctor.trained import check_gradients, no_gradients
 from finetune.model.adapters import trainable_parameters
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
@@ -44,6 +45,7 @@ _FALLS = 0.5  # what a working training reaches at least: half of the first loss
 # On a GPU sums are added up in another order every time; on the CPU nothing of a resume may differ.
 _GPU_RESUME_LIMIT = 1e-2
 _MOST_ELEMENTS = 500_000_000  # 2 GB of copies
+_NO_GRADIENT = "does not require grad"  # what torch says of a loss that nothing trained stands behind
 # Kinds with too few parameters to learn a row by heart in a few steps.
 _LOW_CAPACITY = ("vera", "ia3", "prompt", "prefix", "bitfit")
 
@@ -67,8 +69,8 @@ class Trials:
         """Remove what was written."""
         self.kept.cleanup()
 
-    def probe(self, forecast_bytes: int | None, room: Room) -> Finding:
-        """One whole optimizer step on the longest batch of the rows."""
+    def probe(self, forecast_bytes: int | None, room: Room) -> Iterator[Finding]:
+        """One whole optimizer step on the longest batch of the rows: whether it fits, and where its gradients arrive."""
         train = self.recipe.train
         places = longest_batch(
             [self._tokens_of(row) for row in self.rows],
@@ -77,15 +79,26 @@ class Trials:
         )
         chosen = [self.rows[place] for place in places]
         settled = for_trial(self.recipe, max_steps=1)
+        watch = _WatchGradients()
         reset_peak_memory()
         started = time.monotonic()
         with _folder() as folder:
-            self.train(settled, self.model, chosen, folder, ())
+            try:
+                self.train(settled, self.model, chosen, folder, (watch,))
+            except (RuntimeError, MemoryError) as error:
+                if _is_memory(error):
+                    yield out_of_memory(sum(self._tokens_of(row) for row in chosen), room)
+                    return
+                if _NO_GRADIENT not in str(error):
+                    raise
+                yield no_gradients(trainable_parameters(self.model))
+                return
             (step,) = [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+        yield check_gradients(watch.arrives)
         rate = step["tokens_per_second"]
         seconds = step["tokens"] / rate if rate else time.monotonic() - started
         n_steps = self._steps_of_the_run()
-        return check_probe(peak_memory_bytes(), forecast_bytes, room, step["tokens"], seconds, n_steps)
+        yield check_probe(peak_memory_bytes(), forecast_bytes, room, step["tokens"], seconds, n_steps)
 
     def resume(self) -> Finding:
         """Three steps in one go against two, a checkpoint, and one more: the same weights, whatever was drawn at random."""
@@ -118,6 +131,7 @@ class Trials:
                 apart,
                 limit,
                 remedy="train without interruption, and report this with the recipe",
+                where="train.checkpoint_every_steps",
             )
         return Finding(
             name,
@@ -158,13 +172,18 @@ class Trials:
         `load` reads the run folder it is given.
         """
         name = "save and reload"
+        if not any((Path(self.kept.name) / kind).is_dir() for kind in ("adapter", "model")):
+            return skipped(name, "the examples by heart came to no result that could be saved")
         trained = _some(trainable_parameters(self.model))
         self.model = None
         again = dict(load(Path(self.kept.name)).named_parameters())
         missing = [key for key in trained if key not in again]
         if missing:
             return fault(
-                name, f"{len(missing)} trained tensors are not in what was saved, e.g. {missing[0]}", _REPORT
+                name,
+                f"{len(missing)} trained tensors are not in what was saved, e.g. {missing[0]}",
+                _REPORT,
+                where="adapter",
             )
         changed = [key for key, value in trained.items() if not _same(value, again[key].detach().cpu())]
         if changed:
@@ -172,6 +191,7 @@ class Trials:
                 name,
                 f"{len(changed)} of {len(trained)} tensors come back changed, e.g. {changed[0]}",
                 _REPORT,
+                where="adapter",
             )
         return ok(name, f"{len(trained)} trained tensors come back as they were")
 
@@ -190,6 +210,19 @@ class Trials:
 
 
 _REPORT = "keep the base and the versions as they are, and report this with the recipe"
+
+
+class _WatchGradients(TrainerCallback):
+    """Notes which trained tensors have a gradient just before the step. A fresh adapter's are zeros in part, but there."""
+
+    def __init__(self) -> None:
+        self.arrives: dict[str, bool] = {}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trained = trainable_parameters(kwargs["model"])
+        self.arrives = {name: parameter.grad is not None for name, parameter in trained.items()}
 
 
 class _StopWhenLearnt(TrainerCallback):
@@ -235,6 +268,7 @@ def judge_overfit(
             name,
             f"{said}; their time of {_OVERFIT_SECONDS:.0f} s was over",
             "nothing has to be done if the other checks pass; on an idle machine the check comes to its end",
+            where="train",
         )
     fell = _number(last["loss"]) <= _FALLS * _number(first["loss"])
     if kind in _LOW_CAPACITY and _number(last["loss"]) < _number(first["loss"]):
@@ -244,11 +278,13 @@ def judge_overfit(
             name,
             f"{said}: they are learnt, but not by heart",
             "look at those rows: answers that are not decided by their questions cannot be learnt; or the trained part is small",
+            where="data.spec",
         )
     return fault(
         name,
         f"{said}: what cannot learn {n_rows} examples by heart will learn nothing",
         "look at the targets (`finetune data show`), at adapter.target_modules, and at the other findings here",
+        where="adapter",
     )
 
 
@@ -321,6 +357,11 @@ def not_tried(names: Sequence[str], reason: str) -> Iterator[Finding]:
 def _folder() -> Iterator[Path]:
     with TemporaryDirectory() as name:
         yield Path(name)
+
+
+def _is_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether it is the device or the machine that had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

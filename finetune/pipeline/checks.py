@@ -22,7 +22,7 @@ from finetune.doctor.environment import (
 from finetune.doctor.finding import Finding, examine, faults_in, warning
 from finetune.doctor.memory import Room, check_forecast, read_room
 from finetune.doctor.rates import check_rate
-from finetune.doctor.rows import check_rows, check_sides
+from finetune.doctor.rows import check_answers, check_cuts, check_number, check_sides
 from finetune.doctor.tokens import check_tokens
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.suite import Suite
@@ -54,15 +54,16 @@ class Forecasts:
 def forecasts_here(
     recipe: Recipe,
     config: Mapping[str, Any],
-    rows: Split,
+    rows: Split | None,
     suites: Sequence[Suite],
     teacher: TeacherPlan | None = None,
 ) -> Forecasts | None:
     """The memory forecasts for this machine and the rows that there are; `teacher`: who would run beside the student.
 
-    None for a model that no forecast is known for: it can be trained all the same.
+    Without rows the longest one is taken to have data.max_tokens. None for a model that no forecast is known for: it can be
+    trained all the same.
     """
-    longest_row = longest_example(rows)
+    longest_row = recipe.data.max_tokens if rows is None else longest_example(rows)
     longest = recipe.train.pack_tokens if recipe.train.packing else longest_row
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -117,20 +118,43 @@ def row_findings(
 ) -> Iterator[Finding]:
     """What the rows, their tokens and the forecasts show. `train` are the rows before they were tokenised; `n_parameters`
     those of the base."""
-    vocabulary = _vocabulary(config) + n_added_tokens
+    yield from token_findings(train, tokenised, tokenizer, vocabulary=vocabulary_of(config) + n_added_tokens)
+    yield from number_findings(tokenised)
+    yield from answer_findings(recipe, train, n_validation)
+    yield from machine_findings(recipe, config, forecasts, n_parameters=n_parameters)
+
+
+def token_findings(
+    train: Sequence[Row], tokenised: Split, tokenizer: Any, *, vocabulary: int
+) -> Iterator[Finding]:
+    """What the tokens of the first rows show; pairs of answers have none of their own."""
     plain = plain_rows(tokenised)[:_ROWS_LOOKED_AT]
     if plain:
         looked_at = train[:_ROWS_LOOKED_AT]
         yield from examine(
             "tokens", "tokens", lambda: check_tokens(looked_at, plain, tokenizer, vocabulary=vocabulary)
         )
-    yield from examine(
-        "data", "rows", lambda: check_rows(train, len(tokenised.rows), tokenised.counts, seed=recipe.seed)
-    )
+
+
+def number_findings(tokenised: Split) -> Iterator[Finding]:
+    """How many rows are left, and what their length cost."""
+    yield from examine("data", "number of rows", lambda: check_number(len(tokenised.rows)))
+    yield from examine("data", "cut rows", lambda: check_cuts(tokenised.counts))
+
+
+def answer_findings(recipe: Recipe, train: Sequence[Row], n_validation: int) -> Iterator[Finding]:
+    """What the rows show before any tokenizer."""
+    yield from examine("data", "answers", lambda: check_answers(train, seed=recipe.seed))
     sides = {"validation": n_validation}
     yield from examine(
         "data", "validation rows", lambda: check_sides(sides, recipe.train.validate_every_steps)
     )
+
+
+def machine_findings(
+    recipe: Recipe, config: Mapping[str, Any], forecasts: Forecasts | None, *, n_parameters: int
+) -> Iterator[Finding]:
+    """The learning rate for this size, and whether disk and memory suffice."""
     yield from examine("recipe", "learning rate", lambda: check_rate(recipe, n_parameters))
     if forecasts is None:
         yield from examine("memory", "memory forecast", lambda: not_forecast(config))
@@ -152,6 +176,7 @@ def row_findings(
             room,
             _fit(recipe, known, room, lambda one: one.evaluation),
             name="evaluation forecast",
+            where="eval.batch_size",
             certain_bytes=known.evaluation.terms_bytes["weights"] + known.evaluation.terms_bytes["process"],
         ),
     )
@@ -163,7 +188,7 @@ def not_forecast(config: Mapping[str, Any]) -> Finding:
         read_architecture(config)
     except NoMemoryModelError as error:
         (one,) = error.faults
-        return warning("memory forecast", one.what, one.fix)
+        return warning("memory forecast", one.what, one.fix, where=one.where or "model.id")
     raise AssertionError("a model that can be read has a forecast")
 
 
@@ -178,7 +203,7 @@ def _fit(
     return fits(choose(forecasts), limit, recipe, lambda candidate: choose(forecasts.of(candidate)))
 
 
-def _vocabulary(config: Mapping[str, Any]) -> int:
+def vocabulary_of(config: Mapping[str, Any]) -> int:
     """Rows of the embedding, by config.json; models of several parts keep it with their text part."""
     found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(found) if found else 2**62

@@ -66,6 +66,43 @@ class RunInputs:
         return f"{self.recipe.name}-{self.digest[:8]}"
 
 
+@dataclass(frozen=True)
+class FoundInputs:
+    """What of a recipe's inputs is there, and the faults of what is not."""
+
+    loaded: Loaded[Recipe]
+    folders: Mapping[str, str]
+    spec_path: Path | None
+    suites: tuple[Suite, ...]
+    source: ModelSource | None
+    config: dict[str, Any]
+    start: AdapterStart | None
+    teacher: Teacher | None
+    faults: Sequence[Fault]
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.value
+
+    def inputs(self) -> RunInputs:
+        """What a run needs. Raises UserError with every fault."""
+        if self.faults:
+            raise UserError(self.faults)
+        assert self.spec_path is not None and self.source is not None
+        return RunInputs(
+            recipe=self.recipe,
+            path=self.loaded.path,
+            digest=recipe_digest(self.recipe),
+            spec_path=self.spec_path,
+            suites=self.suites,
+            source=self.source,
+            config=self.config,
+            start=self.start,
+            teacher=self.teacher,
+            folders=self.folders,
+        )
+
+
 def gather_inputs(
     path: str,
     overrides: Sequence[str] = (),
@@ -77,6 +114,17 @@ def gather_inputs(
 
     folders: for the resolved recipe of a run, where the relative paths of the recipe that was run start. Raises UserError with every fault of the recipe file; once it is sound, with every missing thing it names.
     """
+    return find_inputs(path, overrides, say=say, folders=folders).inputs()
+
+
+def find_inputs(
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    say: Callable[[str], None] | None = None,
+    folders: Mapping[str, str] | None = None,
+) -> FoundInputs:
+    """As `gather_inputs`, but what is missing is told beside what is there. Raises UserError for faults of the recipe file."""
     loaded = read_recipe(path, overrides)
     recipe = loaded.value
     found_in = {key: (folders or {}).get(key, str(loaded.folder(key).absolute())) for key in _WITH_PATHS}
@@ -109,20 +157,17 @@ def gather_inputs(
     for suite in suites:
         if suite is not None:
             faults += _suite_faults(suite, recipe)
-    if faults:
-        raise UserError(faults)
-    assert spec_path is not None and source is not None
-    return RunInputs(
-        recipe=recipe,
-        path=loaded.path,
-        digest=recipe_digest(recipe),
+    config = attempt(lambda: read_config(source)) if source is not None else None
+    return FoundInputs(
+        loaded=loaded,
+        folders=found_in,
         spec_path=spec_path,
         suites=tuple(suite for suite in suites if suite is not None),
         source=source,
-        config=read_config(source),
+        config=config or {},
         start=start,
         teacher=teacher,
-        folders=found_in,
+        faults=faults,
     )
 
 

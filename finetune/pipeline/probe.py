@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -13,14 +15,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from finetune.doctor.trials import for_trial
 from finetune.errors import UserError
-from finetune.pipeline.doctor import example_lengths, gather_material
 from finetune.pipeline.inputs import gather_inputs
+from finetune.pipeline.material import example_lengths, gather_material
 from finetune.pipeline.methods import plain_rows, train_by_method
 from finetune.pipeline.trainable import load_to_train
 from finetune.plan.time import TrainingTime, probe_rate, training_time
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.events import read_events
 from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+from finetune.telemetry.progress import Progress
 
 FEWEST_STEPS = 2  # the first one warms up
 
@@ -83,27 +86,27 @@ def probe_training(
             where="--probe",
             fix="give --train-tokens, and --tokens-per-second from events.jsonl of a run that was begun",
         )
-    material, faults = gather_material(inputs, say)
-    if faults:
-        raise UserError(faults[0].detail, where=faults[0].where, fix=faults[0].remedy)
+    material = gather_material(inputs, say)
     say(f"probe: {n_steps} steps of {inputs.recipe.name}")
     reset_peak_memory()
     model = load_to_train(inputs, new_tokens=material.new, rows=plain_rows(material.split))
     split: Any = material.split
     nothing = replace(split, rows=[])
-    with TemporaryDirectory() as name:
-        train_by_method(
-            _quiet(inputs.recipe),
-            model,
-            material.tokenizer,
-            split,
-            nothing,
-            run_folder=Path(name),
-            owner="probe",
-            say=lambda line: None,
-            source=inputs.source,
-            callbacks=[_StopAfter(n_steps)],
-        )
+    with TemporaryDirectory() as name, Progress("probe", n_steps, "steps") as progress:
+        # The trainer's own line tells the time of a training that will not take place.
+        with contextlib.redirect_stderr(io.StringIO()):
+            train_by_method(
+                _quiet(inputs.recipe),
+                model,
+                material.tokenizer,
+                split,
+                nothing,
+                run_folder=Path(name),
+                owner="probe",
+                say=lambda line: None,
+                source=inputs.source,
+                callbacks=[_StopAfter(n_steps, progress)],
+            )
         events = read_events(Path(name) / "events.jsonl")
     return _told(events, example_lengths(inputs.recipe, material.split))
 
@@ -147,13 +150,14 @@ def _told(events: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Probe:
 
 
 class _StopAfter(TrainerCallback):
-    """Ends a training after so many steps."""
+    """Ends a training after so many steps, and tells of each."""
 
-    def __init__(self, n_steps: int) -> None:
-        self._n_steps = n_steps
+    def __init__(self, n_steps: int, progress: Progress) -> None:
+        self._n_steps, self._progress = n_steps, progress
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._progress.advance()
         if state.global_step >= self._n_steps:
             control.should_training_stop = True

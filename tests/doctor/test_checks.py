@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,17 @@ from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, tokenise_rows
 from finetune.doctor import environment, memory, rates, rows, tokens
 from finetune.doctor.environment import Machine
-from finetune.doctor.finding import Finding, at_most, examine, exit_code_of, fault, ok, warning
+from finetune.doctor.finding import (
+    Finding,
+    at_most,
+    attempt,
+    examine,
+    exit_code_of,
+    fault,
+    ok,
+    told_once,
+    warning,
+)
 from finetune.doctor.memory import Room, longest_batch
 from finetune.errors import ExitCode, Fault, UserError
 from finetune.plan.forecast import TERMS, Forecast
@@ -52,6 +63,25 @@ def test_every_fault_of_an_error_is_a_finding_and_the_others_go_on() -> None:
         ("fault", "b", "", "g"),
         ("ok", "it is", "", "g"),
     ]
+
+
+def test_a_check_that_crashes_is_a_fault_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    def crash() -> Finding:
+        raise KeyError("gone")
+
+    (found,) = examine("g", "odd", crash)
+    made, (same,) = attempt("g", "odd", crash)
+    assert made is None and same == found
+    assert (found.status, found.exit_code, found.check) == ("fault", ExitCode.INTERNAL_FAULT, "odd")
+    assert "KeyError" in found.detail and "Traceback" in caplog.text
+    assert attempt("g", "even", lambda: 2) == (2, [])
+
+
+def test_what_was_told_is_not_told_again_and_a_place_is_shown() -> None:
+    first = fault("a", "broken", "mend it", where="x.y")
+    again, elsewhere = replace(first, check="b"), replace(first, where="x.z")
+    assert told_once([first, ok("c", "broken"), again, elsewhere]) == [first, ok("c", "broken"), elsewhere]
+    assert str(first).splitlines()[1:] == ["        where: x.y", "        fix: mend it"]
 
 
 def test_the_exit_code_is_that_of_the_faults() -> None:

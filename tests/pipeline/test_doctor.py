@@ -66,7 +66,7 @@ def test_a_sound_recipe_passes_every_check(learnable: Any, monkeypatch: pytest.M
     for name in (
         "versions", "disk", "recipe", "BOS once", "EOS is a target", "pad token", "vocabulary", "train = serve",
         "targets are the answers", "contradictions", "leaks", "memory forecast", "trained part",
-        "resume", "8 examples by heart", "save and reload", "accumulation", "packing",
+        "weights", "gradients", "resume", "8 examples by heart", "save and reload", "accumulation", "packing",
     ):  # fmt: skip
         assert checks[name]["status"] == "ok", checks[name]
     # The peak is the process's, which holds what earlier tests left in it: more than forecast is a warning.
@@ -109,7 +109,7 @@ def test_all_faults_come_at_once_and_fix_writes_what_is_safe(
     assert by_check(found)["longest batch"]["status"] == "skipped"
     assert found["patch"] == ""
 
-    monkeypatch.setattr("finetune.pipeline.doctor._trials", lambda material, say: iter(()))
+    monkeypatch.setattr("finetune.pipeline.doctor.try_training", lambda material, say: iter(()))
     found, code = examine(learnable, "--fix")
     assert (code, found["faults"]) == (0, 0), found
     text = learnable.recipe.read_text()
@@ -181,7 +181,7 @@ def test_a_model_that_does_not_learn_is_found(learnable: Any, monkeypatch: pytes
     """Gradients that never reach the weights: the loss stays, and eight examples tell."""
     monkeypatch.setattr(trials.Trials, "probe", lambda *args: ())
     monkeypatch.setattr(trials.Trials, "resume", lambda *args: ())
-    monkeypatch.setattr("finetune.pipeline.doctor._quick", lambda *args: iter(()))
+    monkeypatch.setattr("finetune.pipeline.doctor_trials._quick", lambda *args: iter(()))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
     monkeypatch.setattr(trials, "OVERFIT_STEPS", 3)
     found, code = examine(learnable)
