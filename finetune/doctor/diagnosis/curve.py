@@ -28,7 +28,8 @@ class Curve:
     """Arrays of shape [N], `validation_*` [V]. `rows` are the ids each step trained on, `worst_row` the one of them
     with the highest loss; empty where unknown.
 
-    `accuracy` is the share of pairs whose chosen answer is ahead, with methods that learn from pairs.
+    `accuracy` is the share of pairs whose chosen answer is ahead, with methods that learn from pairs; `margin` how far the
+    rewards of wanted answers are ahead of the others', with all methods that learn from preferences.
     `setting` is what the newest start event says of the run: `method`, `adapter`, `optimizer`, `parameters`; empty in old runs.
     `is_overflow` marks steps whose loss or gradient was not finite, `has_loss_scale` runs whose gradients are scaled (fp16).
     """
@@ -48,6 +49,7 @@ class Curve:
     validation_step: NDArray[np.int64]
     validation_loss: FloatArray
     accuracy: FloatArray
+    margin: FloatArray
     total_steps: int | None
     setting: Event
     stopped: Event | None
@@ -117,6 +119,7 @@ def read_curve(events: Sequence[Event]) -> Curve:
     return Curve(
         step=np.asarray([event["step"] for event in steps], dtype=np.int64),
         accuracy=column("reward_accuracy"),
+        margin=_margins(steps),
         loss=column("loss"),
         grad_norm=column("grad_norm"),
         update_ratio=column("update_ratio"),
@@ -158,6 +161,17 @@ def whole_step(value: Any) -> int | None:
 def _is_not_finite(value: Any) -> bool:
     """A number that was not finite when it was written; what is missing or of another kind says nothing."""
     return value in ("nan", "inf", "-inf") or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _margins(steps: Sequence[Event]) -> FloatArray:
+    """reward_margin [N], or the difference of the rewards where answers are judged one by one."""
+    found = [
+        _number(event.get("reward_margin"))
+        if "reward_margin" in event
+        else _number(event.get("reward_chosen")) - _number(event.get("reward_rejected"))
+        for event in steps
+    ]
+    return np.asarray(found, dtype=np.float64)
 
 
 def _number(value: Any) -> float:

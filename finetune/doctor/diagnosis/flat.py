@@ -17,6 +17,7 @@ _SLOW_SHARE = 0.2  # a fall below this, by weights that hardly moved, is a rate 
 _SIGNIFICANT = 3.0
 _NEAR_ZERO = 0.05  # nats a target: the right token has 95 % of the probability
 _LEAST_STEPS = 30
+_LEAST_MARGIN_GAINED = 0.01  # of rewards; DPO at 1e-5 gained 0.03 in 77 steps, KTO 0.04 in 136
 _RAISE = 10.0  # times a rate that is too low
 
 
@@ -41,8 +42,8 @@ def find_no_signal(curve: Curve) -> Diagnosis | None:
         "no_signal",
         "fault",
         why,
-        "this is a bug, not a matter of the rate: look for a detached loss or no_grad, frozen trainable parts (model.frozen, "
-        "adapter.targets), gradient checkpointing without inputs that require gradients, an optimizer made before the "
+        "this is a bug, not a matter of the rate: look for a detached loss or no_grad, frozen trainable parts (adapter.freeze, "
+        "adapter.target_modules), gradient checkpointing without inputs that require gradients, an optimizer made before the "
         "adapter was attached. finetune doctor invariants measures it",
         evidence,
     )
@@ -54,7 +55,7 @@ def find_flat(curve: Curve) -> Diagnosis | None:
         return None
     loss, path = curve.clean, path_of(curve)
     hardly_moved = path is not None and path < _LITTLE_PATH and fallen_share(loss) < _SLOW_SHARE
-    if not (hardly_moved or is_flat(curve)):
+    if not (hardly_moved or is_flat(curve)) or tells_apart(curve):
         return None
     level, change = float(np.median(loss)), trend(loss)[0]
     evidence: dict[str, float | int | str] = {
@@ -90,7 +91,7 @@ def _higher_rate(curve: Curve) -> str:
     if peak >= usual.high:
         return (
             f"train.learning_rate is {peak:.3g} and the usual range ends at {usual.high:g} ({usual.source}): train for more steps, and "
-            "check what is trained (adapter.rank, adapter.alpha, adapter.targets), before you raise it further"
+            "check what is trained (adapter.rank, adapter.alpha, adapter.target_modules), before you raise it further"
         )
     target = min(max(_RAISE * peak, usual.low), usual.high)
     return (
@@ -149,6 +150,18 @@ def is_flat(curve: Curve) -> bool:
     falls_at_once = first > level + max(0.15 * level, 5.0 * noise_of(loss))
     rises = change > 0.25 * level and t > _SIGNIFICANT
     return not (falls_by_line or falls_by_ends or falls_at_once or rises)
+
+
+def tells_apart(curve: Curve) -> bool:
+    """Whether chosen and rejected answers come apart over a run that learns from preferences, which has to be neither a
+    fall of the loss by much nor a long way of the weights: its rates are a tenth of those that answers are learnt with, and
+    what separates two answers is little of the whole. False for other runs.
+    """
+    margin = curve.margin[np.isfinite(curve.margin)]
+    if not curve.is_of_preferences or len(margin) < _LEAST_STEPS:
+        return False
+    gained, t = trend(margin)
+    return gained > _LEAST_MARGIN_GAINED and t > _SIGNIFICANT
 
 
 def fallen_share(loss: FloatArray) -> float:
