@@ -14,11 +14,16 @@ from finetune.errors import Fault, UserError
 from finetune.evaluation.items import Item
 from finetune.evaluation.records import ArmSummary, Record
 from finetune.evaluation.repeats import answers_by_item, per_item, samples_of
+from finetune.evaluation.scorers.json_object import NotAnObjectError
 from finetune.evaluation.scorers.kind import Score
 from finetune.evaluation.suite import Suite
 from finetune.stats import mean_interval, variance_parts
 
 _FAULTS_SHOWN = 5
+_FOR_PLAIN_TEXT = (
+    "where answers are plain text, set scorers: [text_match] and primary_metric: text_match, or normalised_match where case "
+    "and punctuation do not matter (`finetune eval scorers` lists all); else write the reference as one JSON object"
+)
 
 
 def check_references(suite: Suite, items: Sequence[Item]) -> None:
@@ -85,6 +90,8 @@ def _unscored(error: ValueError | UserError, where: str) -> Fault:
     if isinstance(error, UserError):
         first = error.faults[0]
         return Fault(first.what, where, first.why, first.fix)
+    if isinstance(error, NotAnObjectError):
+        return Fault(str(error), where, "the suite's scorers compare objects by their keys", _FOR_PLAIN_TEXT)
     return Fault(str(error), where, fix="mend the item, or the scorer's parameters")
 
 

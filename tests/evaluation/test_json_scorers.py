@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.errors import UserError
+from finetune.evaluation.items import Item
 from finetune.evaluation.scorers.json_object import (
     exact_match,
     intent_accuracy,
@@ -18,6 +20,8 @@ from finetune.evaluation.scorers.json_object import (
     valid_json,
 )
 from finetune.evaluation.scorers.registry import make_scorer
+from finetune.evaluation.scoring import check_references
+from finetune.evaluation.suite import Suite
 
 REFERENCE = '{"intent":"HassLightSet","brightness":5,"name":"floor lamp"}'
 
@@ -119,6 +123,15 @@ def test_slot_f1_by_hand(output: str, reference: str, expected: float) -> None:
 def test_a_reference_that_is_no_object_is_an_error() -> None:
     with pytest.raises(ValueError, match="not one JSON object"):
         exact_match("{}", "Paris")
+
+
+def test_a_suite_of_plain_text_is_told_which_scorers_fit(suite: Suite) -> None:
+    items = [Item("q1", (), "Paris", "q1"), Item("q2", (), '{"intent": "A"}', "q2")]
+    with pytest.raises(UserError) as raised:
+        check_references(suite, items)
+    (fault,) = raised.value.faults
+    assert "item q1" in fault.where and "Paris" in fault.what
+    assert "text_match" in fault.fix and "normalised_match" in fault.fix
 
 
 JSON_VALUES = st.recursive(

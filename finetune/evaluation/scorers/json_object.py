@@ -17,6 +17,10 @@ from typing import Any
 INTENT_KEY = "intent"
 
 
+class NotAnObjectError(ValueError):
+    """A reference that has no keys to compare: these scorers are for answers that are JSON objects."""
+
+
 def parse_object(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, or None when it is anything else."""
     try:
@@ -146,7 +150,7 @@ def _integral(value: Any) -> Any:
 def _reference(text: str) -> dict[str, Any]:
     value = parse_object(text)
     if value is None:
-        raise ValueError(f"the reference is not one JSON object: {text[:80]!r}")
+        raise NotAnObjectError(f"the reference is not one JSON object: {text[:80]!r}")
     return value
 
 
