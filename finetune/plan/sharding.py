@@ -19,7 +19,8 @@ Offload = Literal["none", "optimizer", "all"]
 
 _STAGE = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 _DIVIDED = (("optimizer",), ("gradients",), ("weights", "quantization_constants", "master_copy", "adapters"))
-_GATHERED_LAYERS = 2  # a divided model holds the layer at work and the one being fetched
+_GATHERED_LAYERS = 2  # FSDP2 holds the layer at work and the one being fetched
+_ZERO_GATHERED_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters: gathered weights stay until then
 _ZERO_BUCKET_BYTES = 4 * 500_000_000  # DeepSpeed's reduce_bucket_size in elements, of fp32 gradients
 
 
@@ -79,10 +80,12 @@ def _in_exchange(terms: dict[str, int], architecture: Architecture, sharding: Sh
     if _STAGE[sharding] < 3:
         return min(gradients, _ZERO_BUCKET_BYTES)
     whole = terms["weights"] + terms["quantization_constants"] + terms["master_copy"]
+    if sharding == "zero3":
+        gathered = round(whole * min(1.0, _ZERO_GATHERED_PARAMETERS / architecture.n_parameters))
+        return gathered + min(gradients, _ZERO_BUCKET_BYTES)
     in_layers = architecture.linear_parameters / architecture.n_parameters
     gathered = round(_GATHERED_LAYERS * whole * in_layers / architecture.n_layers)
-    of_layer = gradients // architecture.n_layers
-    return gathered + (of_layer if sharding == "fsdp2" else min(gradients, _ZERO_BUCKET_BYTES))
+    return gathered + gradients // architecture.n_layers
 
 
 def _moved(sharding: Sharding, offload: Offload) -> tuple[str, ...]:
