@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STEPS = 10  # in a row that must be bad: a spike that recovers is over by then
+LONG_STEPS = 20  # of which most must be bad: a loss over few examples has good steps however bad the model is
+_MOST_OF_LONG = 0.7
+_LEAST_RISE = 0.1
 _AFTER = 5  # steps at the start that tell where the loss began
 _ABOVE_BEST = 0.25
 _ABOVE_START = 0.05
@@ -19,8 +22,8 @@ _ROWS_NAMED = 20
 class DivergenceRule:
     """Told the loss of every step, says whether training has diverged.
 
-    It has when for `STEPS` steps in a row the loss was above its best level by a quarter and by four times its noise, and in
-    the middle above where it began, so that the model is worse than before training. The best level is the lowest
+    It has when for `STEPS` steps in a row, or in 70 % of `LONG_STEPS`, the loss was above its best level by a quarter and by four
+    times its noise, and in the middle above where it began, so that the model is worse than before training. The best level is the lowest
     median of five neighbouring losses, the noise the median distance of neighbours. A loss that is not finite counts as bad.
     """
 
@@ -28,6 +31,7 @@ class DivergenceRule:
         self._losses: list[float] = []
         self._best = math.inf
         self._changes: list[float] = []
+        self.n_steps = STEPS  # from the first bad one to the last, once `add` has said True
 
     def add(self, loss: float) -> bool:
         """Count one step; True at the step that proves it."""
@@ -42,18 +46,28 @@ class DivergenceRule:
             self._changes.append(abs(settled[-1] - settled[-2]))
         if not math.isfinite(self._best):
             return False
-        last = losses[-STEPS:]
         noise = statistics.median(self._changes[-101:])
         limit = self._best + max(_ABOVE_BEST * abs(self._best), _NOISES_ABOVE_BEST * noise)
         start = statistics.median(losses[:_AFTER])
-        bad = [loss for loss in last if not math.isfinite(loss) or loss > limit]
-        middle = statistics.median(value if math.isfinite(value) else math.inf for value in last)
-        return len(bad) == STEPS and middle > start + _ABOVE_START * abs(start)
+        above = start + _ABOVE_START * abs(start)
+        # What wavers near zero has good and bad steps too, and is not lost.
+        for n_steps, share, least in (
+            (STEPS, 1.0, above),
+            (LONG_STEPS, _MOST_OF_LONG, max(above, start + _LEAST_RISE)),
+        ):
+            if n <= _AFTER + n_steps:
+                break
+            last = [loss if math.isfinite(loss) else math.inf for loss in losses[-n_steps:]]
+            bad = [place for place, loss in enumerate(last) if loss > limit]
+            if len(bad) >= share * n_steps and statistics.median(last) > least:
+                self.n_steps = n_steps - bad[0]
+                return True
+        return False
 
     @property
     def onset(self) -> int:
         """Place of the first bad step, from 0, once `add` has said True."""
-        return len(self._losses) - STEPS
+        return len(self._losses) - self.n_steps
 
 
 def rewind_sentence(event: Mapping[str, Any]) -> str:

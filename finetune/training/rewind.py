@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from finetune.errors import UserError
 from finetune.paths import read_json, write_json
 from finetune.recipe.train_section import TrainSection
-from finetune.telemetry.divergence import STEPS, DivergenceRule
+from finetune.telemetry.divergence import LONG_STEPS, DivergenceRule
 from finetune.telemetry.events import read_events
 from finetune.training.checkpoints import (
     UnusableCheckpointError,
@@ -146,7 +146,7 @@ class DivergenceWatch(TrainerCallback):
     ) -> None:
         step, tally = state.global_step, self._trainer.tally
         self._rows[step] = tuple(tally.rows)
-        self._rows.pop(step - 2 * STEPS, None)
+        self._rows.pop(step - 2 * LONG_STEPS, None)
         if (tally.n_targets or tally.n_examples) and self._rule.add(tally.loss):
             self._diverged_at(step)
             control.should_training_stop = True
@@ -154,7 +154,7 @@ class DivergenceWatch(TrainerCallback):
     def _diverged_at(self, step: int) -> None:
         """Note that this step proves it; of a replay the first one counts."""
         if self.trouble is None:
-            onset = step - STEPS + 1
+            onset = step - self._rule.n_steps + 1
             self.trouble = Trouble(onset, step, "diverged", self.rows_before(onset))
 
 
@@ -200,7 +200,7 @@ class Rewinder:
         trainer.rate_factor = lambda step: rate_factor(self.acts, step)
         trainer.left_out = lambda step: left_out(self.acts, step)
         if self._settings.on_divergence == "rewind":
-            trainer.recent_steps_kept = STEPS
+            trainer.recent_steps_kept = LONG_STEPS
 
     def train(self, checkpoint: Path | None) -> None:
         """Raises UserError for a divergence that the recipe does not let it mend."""
@@ -338,7 +338,7 @@ class Rewinder:
         remedy = "raise train.rewind.at_most" if self.acts else "set train.on_divergence: rewind"
         return DivergenceError(
             f"{_told(trouble)}{often}{kept}",
-            why=f"for {STEPS} steps in a row the loss was above where it began: the model is worse than before training",
+            why=f"for {trouble.step - trouble.onset + 1} steps the loss was above where it began: the model is worse than before training",
             fix=f"lower train.learning_rate (by 2 to 10 times), lengthen train.warmup_share, or {remedy}",
         )
 

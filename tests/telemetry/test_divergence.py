@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -21,12 +22,28 @@ def test_a_rise_above_the_start_that_stays_is_a_divergence_from_its_first_step()
     [
         [9.0, 9.0, 9.0, *[1.5] * 30],  # a spike that recovers
         [2.4] * 30,  # worse than its best, better than the untrained model
-        [*[9.0] * (STEPS - 1), 1.5] * 3,  # never ten in a row
+        [*[9.0] * 6, *[1.5] * 4] * 5,  # spikes that recover, over and over
         [],
     ],
 )
 def test_what_is_none(after: list[float]) -> None:
     assert first_divergence([*FALLING, *after]) is None
+
+
+def test_a_loss_over_few_examples_diverges_in_spite_of_its_good_steps() -> None:
+    """Batches of a few pairs: of a broken model every fourth step still looks well, so that no ten in a row are bad."""
+    draw = random.Random(5)
+    before = [max(0.7 - 0.01 * step, 0.4) + draw.gauss(0, 0.08) for step in range(40)]
+    after = [0.3 if step % 4 == 3 else draw.uniform(2, 6) for step in range(40)]
+    assert first_divergence([*before, *after]) == 40
+    assert (
+        first_divergence([*before, *[draw.uniform(2, 6) if step % 3 else 0.4 for step in range(12)], *before])
+        is None
+    )
+
+
+def test_a_loss_that_wavers_near_zero_is_not_lost() -> None:
+    assert first_divergence([0.002] * 40 + [0.06 if step % 4 else 0.001 for step in range(60)]) is None
 
 
 def test_losses_that_are_not_finite_count_as_bad() -> None:
