@@ -184,10 +184,16 @@ def refuse_empty(dropped: list[dict[str, Any]], max_tokens: int) -> None:
         "identical": "have the same chosen and rejected answer",
         "empty": "have an empty answer",
     }
+    remedies = {
+        "too_long": "raise data.max_tokens",
+        "no_target": "check that answers are not marked train: false",
+        "identical": "give each pair two different answers",
+        "empty": "write the missing answers",
+    }
     causes = [f"{reasons[reason]} {phrase}" for reason, phrase in words.items() if reasons[reason]]
     raise UserError(
         f"no row is left: of {len(dropped)} rows, {' and '.join(causes)}",
-        where="data.max_tokens",
+        where="data.max_tokens" if reasons["too_long"] else "data.spec",
         why=f"the rows have {min(lengths)} to {max(lengths)} tokens",
-        fix="raise data.max_tokens, or check that answers are not marked train: false",
+        fix=", and ".join(remedy for reason, remedy in remedies.items() if reasons[reason]),
     )

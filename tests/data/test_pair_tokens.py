@@ -182,3 +182,26 @@ def test_an_answer_with_a_weight_of_its_own_is_refused(tiny_tokenizer: Any) -> N
     weighed.chosen[0]["weight"] = 0.5
     with pytest.raises(UserError, match=r"row p \(test\): a turn of the answer has a weight"):
         tokenise_preferences([weighed], tiny_tokenizer, unit="pair", max_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "fix"),
+    [
+        ([pair("on", "on")], "data.spec", "give each pair two different answers"),
+        ([pair("", "on")], "data.spec", "write the missing answers"),
+        (
+            [pair("on", "on"), pair("on", "off" * 300)],
+            "data.max_tokens",
+            "raise data.max_tokens, and give each",
+        ),
+    ],
+)
+def test_where_no_pair_is_left_the_remedy_is_that_of_its_reason(
+    rows: list[Row], where: str, fix: str, tiny_tokenizer: Any
+) -> None:
+    with pytest.raises(UserError, match="no row is left") as caught:
+        tokenise_preferences(
+            rows, tiny_tokenizer, unit="pair", max_tokens=300, long_rows="drop", max_identical_share=1.0
+        )
+    assert caught.value.faults[0].where == where
+    assert caught.value.faults[0].fix.startswith(fix)

@@ -1,13 +1,15 @@
 """Trainings that are killed with SIGKILL and run again, each in a fork of this process, so that nothing is imported twice.
 
-    python killer.py FOLDER N_WRITES N_MOMENTS SEED
+    python killer.py FOLDER N_INSIDE N_WRITES N_MOMENTS SEED
 
-Kills N_WRITES trainings at a random one of the writes (open, rename, remove, make folder) below their run folder, and
-N_MOMENTS at a random moment; runs each again, to its end; prints a JSON line for each.
+Kills N_INSIDE trainings at a random one of the writes (open, rename, remove, make folder) of a checkpoint that is being
+written, N_WRITES at any write below their run folder, and N_MOMENTS at a random moment; runs each again, to its end;
+prints a JSON line for each.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -71,8 +73,10 @@ def count_writes(folder: Path, at_write: Callable[[int, str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def main(folder: Path, n_writes: int, n_moments: int, seed: int) -> None:
+def main(folder: Path, n_inside: int, n_writes: int, n_moments: int, seed: int) -> None:
     worker = load_worker()
+    gc.collect()
+    gc.freeze()  # else every fork's collector copies the pages of all that is imported
     recipe = worker.recipe_of(
         adapter={"dropout": 0.1},
         checkpoint_every_steps=1,
@@ -93,11 +97,20 @@ def main(folder: Path, n_writes: int, n_moments: int, seed: int) -> None:
 
     whole = folder / "whole"
     writes = folder / "writes"
-    code, seconds = in_fork(lambda: train(whole, lambda number, what: writes.write_text(str(number))))
+
+    def note(number: int, what: str) -> None:
+        with writes.open("a") as log:
+            log.write(f"{what}\n")
+
+    code, seconds = in_fork(lambda: train(whole, note))
     assert code == 0, (folder / "whole.log").read_text()
-    total = int(writes.read_text())
-    print(json.dumps({"whole": story(whole), "writes": total}), flush=True)
-    moments: list[tuple[int | None, float | None]] = [(draw.randint(1, total), None) for _ in range(n_writes)]
+    every = writes.read_text().splitlines()
+    inside = [number for number, what in enumerate(every, start=1) if "checkpoints/.step-" in what]
+    print(json.dumps({"whole": story(whole), "writes": len(every)}), flush=True)
+    moments: list[tuple[int | None, float | None]] = [
+        (number, None) for number in draw.sample(inside, n_inside)
+    ]
+    moments += [(draw.randint(1, len(every)), None) for _ in range(n_writes)]
     moments += [(None, draw.uniform(0.0, seconds)) for _ in range(n_moments)]
     for number, (write, moment) in enumerate(moments):
         killed = folder / f"killed-{number}"
@@ -128,4 +141,4 @@ def story(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
