@@ -22,7 +22,7 @@ from finetune.model.source import resolve_model
 from finetune.paths import runs_root
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.material import Material, Say
-from finetune.pipeline.methods import plain_rows, train_by_method
+from finetune.pipeline.methods import train_by_method
 from finetune.pipeline.trainable import load_base, load_to_train
 from finetune.recipe.schema import Recipe
 
@@ -50,7 +50,7 @@ def try_training(material: Material, say: Say) -> Iterator[Finding]:
     loaded, found = attempt(
         _GROUP,
         "weights",
-        lambda: load_to_train(inputs, new_tokens=material.new, rows=plain_rows(material.split)),
+        lambda: load_to_train(inputs, new_tokens=material.new, rows=material.split.rows),
     )
     if loaded is not None:
         found = list(examine(_GROUP, "weights", partial(check_weights, loaded)))
@@ -149,7 +149,9 @@ def _quick(material: Material, say: Say) -> Iterator[Finding]:
     recipe = _trainable_alone(inputs.recipe)
 
     def measure() -> Iterator[Finding]:
-        model = load_to_train(inputs, new_tokens=material.new, rows=chosen, dtype="fp32", attention="sdpa")
+        model = load_to_train(
+            inputs, new_tokens=material.new, rows=material.split.rows, dtype="fp32", attention="sdpa"
+        )
         disturb(model, recipe.seed)
         yield from quick_invariants(recipe, model, material.tokenizer, chosen)
 

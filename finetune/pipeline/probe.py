@@ -17,7 +17,7 @@ from finetune.doctor.trials import for_trial
 from finetune.errors import UserError
 from finetune.pipeline.inputs import gather_inputs
 from finetune.pipeline.material import example_lengths, gather_material
-from finetune.pipeline.methods import plain_rows, train_by_method
+from finetune.pipeline.methods import train_by_method
 from finetune.pipeline.trainable import load_to_train
 from finetune.plan.time import TrainingTime, probe_rate, training_time
 from finetune.recipe.schema import Recipe
@@ -89,7 +89,7 @@ def probe_training(
     material = gather_material(inputs, say)
     say(f"probe: {n_steps} steps of {inputs.recipe.name}")
     reset_peak_memory()
-    model = load_to_train(inputs, new_tokens=material.new, rows=plain_rows(material.split))
+    model = load_to_train(inputs, new_tokens=material.new, rows=material.split.rows)
     split: Any = material.split
     nothing = replace(split, rows=[])
     with TemporaryDirectory() as name, Progress("probe", n_steps, "steps") as progress:
