@@ -157,7 +157,7 @@ def measure_answers(case: Case) -> Result:
     peak = peak_memory_bytes()
     assert len(answers) == batch
     forecast = forecast_generation(
-        config, batch, prompt_tokens, new_tokens, dtype, device=_device(memory_basis())
+        config, batch, prompt_tokens, new_tokens, dtype, device=_device(memory_basis()), distinct_lengths=1
     )
     return _result(case, forecast, peak, 0.0)
 

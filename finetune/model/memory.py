@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from finetune.plan.heap import MAPPED_FROM_BYTES
+
 if TYPE_CHECKING:
     from torch import nn
 
 # Of glibc's mallopt(3). Blocks from the threshold on are mapped one by one, and unmapped when they are freed.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BLOCK = 1 << 17
-_ACTIVATION = 1 << 19
 _LARGE_BUFFER = 1 << 20
 # Where glibc's own, moving threshold ends as soon as a tensor of that size is freed.
 _LARGEST_HEAP_BLOCK = 1 << 25
@@ -74,7 +75,7 @@ def mapped_activations(device_type: str) -> Iterator[None]:
     if device_type != "cpu":
         yield
         return
-    with _mapped_from(_ACTIVATION):
+    with _mapped_from(MAPPED_FROM_BYTES):
         yield
 
 

@@ -24,7 +24,7 @@ from finetune.plan.activations import (
 )
 from finetune.plan.architecture import Architecture, LinearShape, adapted_linears, read_architecture
 from finetune.plan.forecast import TERMS, Device, Forecast, finish
-from finetune.plan.heap import high_water, holes_bytes, recomputed_holes_bytes
+from finetune.plan.heap import generation_holes_bytes, update_holes_bytes
 from finetune.plan.kernel_cache import kernel_cache_bytes
 from finetune.plan.sharding import Offload, Sharding, shard
 from finetune.plan.states import BYTES_PER_ELEMENT, ModelStates, Quantization, model_states
@@ -38,7 +38,6 @@ from finetune.recipe.schema import Recipe
 WATCHED_BYTES = 4 * 50_000_000
 # Prompt tokens that the decoder lets in at once (finetune/evaluation/generate.py).
 PREFILL_TOKENS = 2048
-_DORA_LAYERS_ON_CPU = 1.5
 
 
 def forecast_training(
@@ -60,7 +59,7 @@ def forecast_training(
     `config` is the parsed config.json. `longest_pack_tokens` is the longest pack (or row, without packing) really in
     the data; without it the recipe's capacity, the upper bound. `target_share` is the share of tokens that carry loss.
     `distinct_lengths` is the number of lengths that forward passes have; None is many, which fills the CPU's cache of
-    kernels and leaves holes in its heap. `optimizer` defaults to the recipe's. `teacher` counts where it runs beside the
+    kernels. `optimizer` defaults to the recipe's. `teacher` counts where it runs beside the
     student; every device then holds it whole. Raises UserError for a model type or target modules that are not known.
     """
     optimizer = optimizer or recipe.train.optimizer
@@ -82,7 +81,7 @@ def forecast_training(
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     at_worst = moments[moment]
     if device == "cpu":
-        at_worst = _in_heap(recipe, architecture, tuning, moments, moment, n_tokens, distinct_lengths)
+        at_worst = at_worst | {"fragmentation": update_holes_bytes(architecture, tuning)}
     return finish(
         {**terms, **at_worst},
         device=device,
@@ -114,12 +113,13 @@ def forecast_generation(
     adapter_parameters: int = 0,
     quantize: Quantization = "none",
     double_quantization: bool = True,
+    distinct_lengths: int | None = None,
 ) -> Forecast:
     """Peak of generating up to `new_tokens` after prompts of up to `prompt_tokens`, `batch` sequences at a time.
 
     `dtype` is 'fp32', 'bf16' or 'fp16', of weights and cache. `adapter_parameters` are held in fp32 beside the base. The
     worst moment is when the last free slots are filled: every slot has its keys and values, and prompts are read, as many
-    at once as the decoder lets in. Tokens that all prompts begin with are held once, so the forecast is an upper bound.
+    at once as the decoder lets in. `distinct_lengths` of prompts: see `forecast_training`. Tokens that all prompts begin with are held once, so the forecast is an upper bound.
     """
     architecture = read_architecture(config)
     c = BYTES_PER_ELEMENT[dtype]
@@ -133,8 +133,8 @@ def forecast_generation(
     )
     terms["activations"] = n_prefill * forward_bytes(architecture, c)
     if device == "cpu":
-        terms["fragmentation"] = holes_bytes(terms["activations"], 1)
-        terms["kernel_cache"] = kernel_cache_bytes() if c < 4 else 0
+        terms["fragmentation"] = generation_holes_bytes(terms["activations"])
+        terms["kernel_cache"] = kernel_cache_bytes(distinct_lengths) if c < 4 else 0
     return finish(
         terms,
         device=device,
@@ -255,30 +255,6 @@ def _moments(
     }
 
 
-def _in_heap(
-    recipe: Recipe,
-    architecture: Architecture,
-    tuning: Tuning,
-    moments: dict[str, dict[str, int]],
-    worst: str,
-    n_tokens: int,
-    distinct_lengths: int | None,
-) -> dict[str, int]:
-    """The worst moment on a CPU, with the holes of its heap.
-
-    Where layers are recomputed the holes are there at every moment, and what other moments take finds room in them.
-    """
-    if recipe.train.gradient_checkpointing is True and (worst == "loss" or tuning.kind != "none"):
-        sums = {name: sum(one.values()) for name, one in moments.items()}
-        passing = moments["first backward layer"]["activations"] - moments["loss"]["activations"]
-        passing = max(passing, sums[worst] - sums["loss"])
-        composed = max(_composed(tuning), default=0) if tuning.kind == "dora" else 0
-        holes = recomputed_holes_bytes(architecture, tuning, n_tokens, passing, composed)
-        return moments["loss"] | {"fragmentation": holes}
-    terms = high_water(moments, worst, tuning)
-    return terms | {"fragmentation": holes_bytes(terms["activations"], distinct_lengths)}
-
-
 def _kept_bytes(
     architecture: Architecture,
     tuning: Tuning,
@@ -350,15 +326,9 @@ def _buffers(recipe: Recipe, architecture: Architecture, tuning: Tuning, n_token
 
 
 def _composed_bytes(tuning: Tuning) -> int:
-    """Of the matrices whose weights are composed: one at a time; a CPU's allocator keeps the holes of a layer and a half."""
-    sizes = _composed(tuning)
-    return round(_DORA_LAYERS_ON_CPU * sum(sizes)) if tuning.on_cpu else max(sizes, default=0)
-
-
-def _composed(tuning: Tuning) -> list[int]:
-    """What DoRA builds to take the norm of each matrix's weights: an identity in fp32 and cast, and per element the update
-    in two types, the weight, their sum and its parts."""
-    return [6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted]
+    """What DoRA builds to take the norm of a matrix's weights, one matrix at a time: an identity in fp32 and cast, and per
+    element the update in two types, the weight, their sum and its parts."""
+    return max((6 * linear.n_in**2 + 14 * linear.matrix_parameters for linear in tuning.adapted), default=0)
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.model.adapter_files import save_adapter
 from finetune.model.load import DTYPES
-from finetune.model.memory import release_memory
+from finetune.model.memory import mapped_activations, release_memory
 from finetune.model.source import ModelSource
 from finetune.paths import disk_faults, write_json
 from finetune.recipe.schema import Recipe
@@ -135,7 +135,7 @@ class Session:
         seconds = time.monotonic() - started
         steps = trainer.state.global_step
         step = self._take(best, telemetry) if best is not None else steps
-        with trainer.averaged_weights():
+        with trainer.averaged_weights(), mapped_activations(trainer.args.device.type):
             validation = trainer.evaluate() if trainer.eval_dataset is not None else None
             weights = trainer.whole_weights()
             with self._one_process_writes() as writes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from finetune.plan.architecture import read_architecture
 from finetune.plan.builtin import BUILTIN_CONFIGS
+from finetune.plan.heap import MAPPED_FROM_BYTES
 from finetune.plan.memory import forecast_training
 from finetune.recipe.resolve import load_recipe
 
 CONFIG = BUILTIN_CONFIGS["smollm2-135m-instruct"]
+ARCHITECTURE = read_architecture(CONFIG)
 LAYERS, MIDDLE = CONFIG["num_hidden_layers"], CONFIG["intermediate_size"]
 
 
@@ -28,31 +29,28 @@ def test_the_terms_add_up_and_every_moment_is_told() -> None:
     assert all(0 < size < found.total_bytes for size in told.values())
 
 
-def test_passes_of_ever_other_lengths_leave_more_holes_than_passes_of_one() -> None:
-    one, many = (forecast(distinct_lengths=count) for count in (1, None))
-    assert one.terms_bytes["activations"] == many.terms_bytes["activations"]
-    assert one.terms_bytes["fragmentation"] < many.terms_bytes["activations"]
-    assert many.terms_bytes["fragmentation"] > many.terms_bytes["activations"]
+def test_an_update_leaves_holes_of_the_small_tensors_of_an_adapter_alone() -> None:
+    found = forecast("adapter.rank=32", "train.pack_tokens=1024")
+    gradients = 4 * 32 * LAYERS * sum(linear.n_in + linear.n_out for linear in ARCHITECTURE.layer_linears)
+    assert gradients == found.terms_bytes["adapters"]
+    assert found.terms_bytes["fragmentation"] == gradients  # half of the gradients and of their copies
+    assert forecast("adapter.kind=none").terms_bytes["fragmentation"] == 0
+    long = forecast("adapter.rank=32", "train.pack_tokens=2048")
+    assert long.terms_bytes["fragmentation"] == gradients  # activations are mapped, however long
 
 
-@pytest.mark.parametrize("n_tokens", [1024, 2048])
-def test_each_layer_that_is_recomputed_leaves_a_hole_of_its_widest_tensor(n_tokens: int) -> None:
-    found = forecast("train.gradient_checkpointing=true", f"train.pack_tokens={n_tokens}")
-    assert found.terms_bytes["fragmentation"] == LAYERS * n_tokens * MIDDLE * 2
+def test_matrices_from_half_a_megabyte_on_leave_no_holes() -> None:
+    found = forecast("adapter.rank=128", "adapter.alpha=256")
+    sizes = [4 * 128 * size for linear in ARCHITECTURE.layer_linears for size in (linear.n_in, linear.n_out)]
+    small = sum(size for size in sizes if size < MAPPED_FROM_BYTES)
+    assert 0 < small < sum(sizes)
+    assert found.terms_bytes["fragmentation"] == LAYERS * small
 
 
-def test_the_weights_that_dora_composes_leave_larger_holes() -> None:
-    plain = forecast("train.gradient_checkpointing=true")
-    dora = forecast("train.gradient_checkpointing=true", "adapter.kind=dora")
+def test_dora_composes_one_matrix_at_a_time() -> None:
+    plain, dora = (forecast(f"adapter.kind={kind}", "train.pack_tokens=1024") for kind in ("lora", "dora"))
     largest = 6 * MIDDLE**2 + 14 * MIDDLE * CONFIG["hidden_size"]
-    assert dora.terms_bytes["fragmentation"] == LAYERS * largest > plain.terms_bytes["fragmentation"]
-
-
-def test_a_quantized_matrix_has_more_in_passing() -> None:
-    found = forecast("train.gradient_checkpointing=true", "train.pack_tokens=1024", "model.quantize=nf4")
-    hidden = CONFIG["hidden_size"]
-    of_gate = 4 * 1024 * MIDDLE * 2 + 1024 * hidden * 4 + MIDDLE * hidden * 2
-    assert found.terms_bytes["fragmentation"] == LAYERS * of_gate
+    assert dora.terms_bytes["buffers"] - plain.terms_bytes["buffers"] == largest
 
 
 def test_a_gpu_keeps_no_such_holes() -> None:
@@ -60,12 +58,11 @@ def test_a_gpu_keeps_no_such_holes() -> None:
     assert found.terms_bytes["fragmentation"] < 0.1 * found.total_bytes
 
 
-def test_small_tensors_and_logits_add_up_in_a_heap() -> None:
-    """The backward pass of a layer and the logits are never there together, yet the heap has grown to both."""
-    found = forecast(distinct_lengths=1)
-    kept = found.moments_bytes["first backward layer"] - found.moments_bytes["loss"]
-    at_loss = found.total_bytes - found.terms_bytes["fragmentation"] - found.moments_bytes["loss"]
-    assert at_loss == kept + found.terms_bytes["logits"] > kept
+def test_what_is_never_there_together_does_not_add_up() -> None:
+    for checkpointing in ("false", "true"):
+        found = forecast(f"train.gradient_checkpointing={checkpointing}", distinct_lengths=1)
+        worst = max(found.moments_bytes.values())
+        assert found.total_bytes == worst + found.terms_bytes["fragmentation"]
 
 
 def test_a_validation_keeps_nothing_but_builds_logits_like_the_training() -> None:
