@@ -108,10 +108,11 @@ def load_model(
     """The base model with weights of `dtype`, in eval mode, nothing frozen and no adapter.
 
     `quantize` is none, nf4, fp4 or int8; the head, tied or not, is never quantized. `attention` is 'document' (packed
-    rows, see attention.py), 'auto' (the same: it is plain SDPA where nothing is packed), 'sdpa' or 'eager'. Weights
-    are mapped from the file and placed tensor by tensor, so the peak is one model, not two. `device` defaults to this
-    process's GPU, else the CPU. With `score_seed` it is a reward model (see reward.py), whose head starts from that seed
-    unless the folder holds one. Raises UserError before any weight is read where the configuration suffices to tell.
+    rows, see attention.py), 'auto' (the same: it is plain SDPA where nothing is packed), 'sdpa' or 'eager'; a model that
+    knows 'eager' alone gets it (see `knows_sdpa`). Weights are mapped from the file and placed tensor by tensor, so the
+    peak is one model, not two. `device` defaults to this process's GPU, else the CPU. With `score_seed` it is a reward
+    model (see reward.py), whose head starts from that seed unless the folder holds one. Raises UserError before any
+    weight is read where the configuration suffices to tell.
     """
     place = device or default_device()
     config = read_config(source)
@@ -125,6 +126,8 @@ def load_model(
             )
         check_row_lengths(model_skeleton(source, trust_remote_code), quantize, device=place)
     implementation = register_document_attention() if attention in ("document", "auto") else attention
+    if not knows_sdpa(source):
+        implementation = "eager"
     options: dict[str, Any] = {
         "dtype": DTYPES[dtype],
         "attn_implementation": implementation,
@@ -170,6 +173,32 @@ def _read_weights(source: ModelSource, options: dict[str, Any], score_seed: int 
         start_score(model, score_seed)
     _check_complete(source, report)
     return model
+
+
+def knows_sdpa(source: ModelSource) -> bool:
+    """Whether torch's fused attention computes what this model's own does. It has no soft caps (Gemma 2) and no sinks
+    (GPT-OSS): such models are left to transformers' `eager`. Code that comes with the model is trusted to say so itself.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if read_config(source).get("model_type") not in CONFIG_MAPPING_NAMES:
+        return True
+    config = AutoConfig.from_pretrained(source.path, local_files_only=True)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return kind is None or bool(kind._supports_sdpa)
+
+
+def check_attention(source: ModelSource, attention: str) -> None:
+    """Refuse an attention asked for by name that computes something else than this model's own."""
+    if attention in ("document", "sdpa") and not knows_sdpa(source):
+        raise UserError(
+            f"{source.id} cannot be computed with {attention} attention",
+            where="model.attention",
+            why="its attention has parts that torch's fused kernels leave out, such as soft caps or sinks",
+            fix="set model.attention: auto, which takes eager for this model",
+        )
 
 
 def model_skeleton(source: ModelSource, trust_remote_code: bool | str = False) -> nn.Module:

@@ -10,7 +10,14 @@ from finetune.data.pair_tokens import PreferenceSplit
 from finetune.errors import Fault, UserError
 from finetune.model.adapter_files import check_base, check_fits
 from finetune.model.adapter_targets import check_adapter
-from finetune.model.load import check_causal_lm, check_context, default_device, load_tokenizer, model_skeleton
+from finetune.model.load import (
+    check_attention,
+    check_causal_lm,
+    check_context,
+    default_device,
+    load_tokenizer,
+    model_skeleton,
+)
 from finetune.model.new_tokens import add_new_tokens
 from finetune.model.quantization import check_row_lengths, check_stored_whole
 from finetune.model.source import ModelSource, read_config
@@ -18,6 +25,7 @@ from finetune.pipeline.methods import Split
 from finetune.pipeline.starts import AdapterStart
 from finetune.recipe.adapter_section import VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
+from finetune.training.apart import refuse_state
 from finetune.training.branches import row_tokens
 from finetune.training.preflight import check_training
 from finetune.training.turn_weights import row_weights
@@ -40,18 +48,21 @@ def preflight(recipe: Recipe, source: ModelSource, start: AdapterStart | None = 
 
     trust = recipe.model.trust_remote_code
     attempt(lambda: check_training(recipe))
+    n_of_machine = len(faults)
     attempt(lambda: check_causal_lm(source, read_config(source), trust))
     attempt(lambda: check_stored_whole(source))
-    if any(fault.where.startswith("model.") for fault in faults if fault.where != "model.dtype"):
+    if len(faults) > n_of_machine:
         raise UserError(faults)  # what follows needs a configuration that can be read
     in_front = recipe.adapter.virtual_tokens if recipe.adapter.kind in VIRTUAL_TOKENS else 0
     attempt(lambda: check_context(source, recipe.data.max_tokens, in_front=in_front))
+    attempt(lambda: check_attention(source, recipe.model.attention))
     tokenizer = attempt(lambda: load_tokenizer(source, trust_remote_code=trust))
     if tokenizer is not None:
         attempt(lambda: add_new_tokens(tokenizer, recipe.model.new_tokens))
     skeleton = attempt(lambda: model_skeleton(source, trust))
     if skeleton is not None:
         quantized = recipe.model.quantize != "none"
+        attempt(lambda: refuse_state(skeleton, recipe))
         attempt(lambda: check_row_lengths(skeleton, recipe.model.quantize, device=default_device()))
         if start is None:
             attempt(lambda: check_adapter(skeleton, recipe.adapter, quantized=quantized))

@@ -27,7 +27,8 @@ class ModelSection(Section):
     )
     attention: Literal["auto", "document", "sdpa", "eager"] = Field(
         "auto",
-        description="`document` attends each packed document by itself; `auto` takes it when packing.",
+        description="`document` attends each packed document by itself; `auto` takes it when packing or comparing answers, else "
+        "`sdpa`, and `eager` for models with an attention of their own (Gemma 2, GPT-OSS).",
     )
     trust_remote_code: Literal[False] | str = Field(
         False, description="Off, or the pinned commit whose code may run."

@@ -145,12 +145,17 @@ class BranchCollator:
 
 
 def model_inputs(batch: dict[str, Any], attention: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What of a batch the model's forward pass takes; attention other than `document` is given a mask [1, 1, T, T]."""
+    """What of a batch the model's forward pass takes. Attention other than `document` is given a mask [1, 1, T, T] where
+    answers share a prompt; where none do, transformers finds the segments by their positions and keeps windows in them,
+    which a mask of our own would replace.
+    """
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     if attention == "document":
         return inputs | {"branches": batch["branches"]}
     n_tokens = inputs["input_ids"].shape[1]
     segments = find_segments(1, n_tokens, None, None, batch["branches"])
+    if not any(segment.prefix_length for segment in segments):
+        return inputs
     return inputs | {"attention_mask": branch_mask(segments, n_tokens, dtype).to(inputs["input_ids"].device)}
 
 

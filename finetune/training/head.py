@@ -40,8 +40,10 @@ class TargetOutput:
 
 
 def supports_target_head(model: nn.Module) -> bool:
-    """Whether the logits of this model are the plain product of hidden states and head."""
+    """Whether the logits of this model are the plain product of head and hidden states, and the latter can be had alone."""
     config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    if model.base_model is model:  # its class names a body that it does not have (Llama 4's text model)
+        return False
     return all(getattr(config, name, None) in (None, 1, 1.0) for name in _BENT_LOGITS)
 
 

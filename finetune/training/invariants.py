@@ -13,6 +13,7 @@ from finetune.data.chat_spans import is_trained_answer
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, prompt_ids
 from finetune.recipe.schema import Recipe
+from finetune.training.apart import own_attention
 from finetune.training.bench import Bench
 from finetune.training.head import IGNORED
 from finetune.training.sft_data import training_dataset
@@ -54,7 +55,7 @@ def packing_error(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
     try:
-        base.set_attn_implementation("sdpa")
+        base.set_attn_implementation(own_attention(base))
         with Bench(alone, model, tokenizer, rows) as bench:
             expected_losses, expected = bench.target_losses(), bench.step()
         base.set_attn_implementation(attention)
@@ -69,14 +70,11 @@ def packing_error(
 
 
 def validation_error(recipe: Recipe, model: Any, tokenizer: Any, rows: Sequence[TokenisedRow]) -> float:
-    """Spread of the validation loss over batch sizes and packs."""
+    """Spread of the validation loss over batch sizes, and over packs where the recipe packs."""
     longest = max(len(row.input_ids) for row in rows)
-    layouts = [
-        with_layout(recipe, packing=False, micro=1),
-        with_layout(recipe, packing=False, micro=min(3, len(rows))),
-        with_layout(recipe, packing=True, pack=longest),
-        with_layout(recipe, packing=True, pack=4 * longest),
-    ]
+    layouts = [with_layout(recipe, packing=False, micro=min(micro, len(rows))) for micro in (1, 3)]
+    if recipe.train.packing:
+        layouts += [with_layout(recipe, packing=True, pack=n * longest) for n in (1, 4)]
     values = []
     for layout in layouts:
         with Bench(layout, model, tokenizer, rows) as bench:

@@ -15,6 +15,7 @@ from finetune.recipe.preference_section import REFERENCE_METHODS, Method, Prefer
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_trainer import AnswerTrainer
+from finetune.training.apart import require_answers_apart
 from finetune.training.arguments import count_steps, shared_arguments
 from finetune.training.batch_ramp import plan_windows
 from finetune.training.branches import BranchCollator, Packs, make_packs
@@ -76,6 +77,7 @@ def train_preference(
     )
     if any(trainer.own_dropout.values()):
         say("the model's own dropout is off: it would change both answers at random")
+    require_answers_apart(trainer, recipe)
     watch: PreferenceWatch | None = None
     if settings.method in REFERENCE_METHODS:
         key = weights_key(source, model, recipe.model.quantize, recipe.model.double_quantization)

@@ -13,6 +13,7 @@ from finetune.model.fast import speed_up
 from finetune.model.source import ModelSource
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
+from finetune.training.apart import require_sft_rows_apart
 from finetune.training.arguments import count_steps
 from finetune.training.auto import settle_batching
 from finetune.training.batch_ramp import plan_windows
@@ -43,9 +44,9 @@ def train_sft(
     `source` is the base on disk; its digest is noted beside the adapter, so that another base is refused later.
     `make_trainer`: a trainer with another loss over the same rows and packs.
     `callbacks` are called after ours at every step.
-    Continues from the newest undamaged checkpoint of the same recipe (`owner`: its digest). Raises UserError for a
-    non-finite loss or gradient, a disk that is full, a checkpoint of another recipe; KeyboardInterrupt after Ctrl-C,
-    once the current step is saved.
+    Continues from the newest undamaged checkpoint of the same recipe (`owner`: its digest). Raises UserError for a model
+    that does not keep packed rows apart, a non-finite loss or gradient, a disk that is full, a checkpoint of
+    another recipe; KeyboardInterrupt after Ctrl-C, once the current step is saved.
     """
     if recipe.train.auto:
         recipe = _settle(recipe, model, tokenizer, train_rows, run_folder, owner, say)
@@ -72,6 +73,7 @@ def train_sft(
     trainables_to_fp32(model)  # TRL casts the adapters of a quantized model to bf16
     if keeps_in_place_products(settings):
         speed_up(model)
+    require_sft_rows_apart(trainer, recipe)
     return Session(
         trainer,
         recipe,

@@ -34,7 +34,7 @@ def prompts_can_be_shared(model: Any, examples: Sequence[AnsweredPrompt]) -> boo
     model.eval()
     try:
         together, apart = (_states(model, base, example, share) for share in (True, False))
-    except (RuntimeError, TypeError, ValueError, KeyError):
+    except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
         return False  # the model's layers do not take what tells them about branches
     finally:
         model.train(was_training)

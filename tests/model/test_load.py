@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.model.load import (
+    check_attention,
     check_context,
     embedding_rows,
     load_model,
@@ -46,6 +47,33 @@ def test_weights_have_the_asked_dtype_and_are_in_eval_mode(
 def test_attention_is_the_asked_one(tiny_model_folder: Path, attention: str, expected: str) -> None:
     model = load_model(resolve_model(str(tiny_model_folder)), attention=attention)
     assert model.config._attn_implementation == expected
+
+
+def test_a_model_with_an_attention_of_its_own_is_computed_by_it_whatever_is_asked(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Gemma 2 caps the scores before the softmax, which torch's fused kernels leave out."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(
+        vocab_size=259, num_attention_heads=4, num_key_value_heads=2, attn_logit_softcapping=0.5, **sizes
+    )
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path / "gemma")
+    tiny_tokenizer.save_pretrained(tmp_path / "gemma")
+    source, ids = resolve_model(str(tmp_path / "gemma")), torch.arange(3, 30)[None]
+    for attention in ("auto", "document", "sdpa", "eager"):
+        loaded = load_model(source, dtype="fp32", attention=attention)
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    for attention in ("document", "sdpa"):
+        with pytest.raises(UserError, match="cannot be computed with") as caught:
+            check_attention(source, attention)
+        assert "model.attention: auto" in caught.value.faults[0].fix
+    check_attention(source, "auto")
+    check_attention(source, "eager")
 
 
 def test_loaded_weights_are_the_saved_ones(tiny_model: Any, tiny_model_folder: Path) -> None:

@@ -242,3 +242,45 @@ def test_an_adapter_of_another_base_is_told_before_either_is_loaded(
     save_adapter(model, project.folder / "started", source=resolve_model(str(project.folder / "other")))
     with pytest.raises(UserError, match="was trained on"):
         project.run(*QUICK, "adapter.start=started")
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "overrides", "where", "fix"),
+    [
+        ("Mamba", {"state_size": 4}, (), "train.packing", "set train.packing: false"),
+        (
+            "Mamba",
+            {"state_size": 4},
+            ("train.method=dpo",),
+            "train.method",
+            "choose a model whose layers attend",
+        ),
+        (
+            "Gemma2",
+            {"head_dim": 16},
+            ("model.attention=document",),
+            "model.attention",
+            "model.attention: auto",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_trained_as_asked_are_named_from_the_configuration(
+    project: Any,
+    no_rows: None,
+    kind: str,
+    own: dict[str, Any],
+    overrides: tuple[str, ...],
+    where: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no kernel that could reset a state
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=4, **own)
+    config.save_pretrained(project.folder / "tiny-model")
+    with pytest.raises(UserError) as caught:
+        project.run(*QUICK, *overrides)
+    (fault,) = [fault for fault in caught.value.faults if fault.where == where]
+    assert fix in fault.fix

@@ -180,6 +180,39 @@ def test_all_of_it_on_one_model_which_is_as_it_was_afterwards(
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
+@pytest.mark.parametrize("kind", ["Gemma2", "Mamba", "Llama4Text"])
+def test_all_of_it_on_models_of_other_makes(
+    kind: str, make_recipe: Any, make_rows: Any, tiny_tokenizer: Any
+) -> None:
+    """An attention of its own, no attention at all, and a class that names a body which it does not have."""
+    import transformers
+
+    own: dict[str, dict[str, Any]] = {
+        "Gemma2": {"sliding_window": 16, "head_dim": 8, "query_pre_attn_scalar": 8},
+        "Mamba": {"state_size": 4},
+        "Llama4Text": {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "pad_token_id": 2},
+    }
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **own[kind], num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    disturb(model)
+    recipe = make_recipe(adapter__kind="none", train__packing=kind != "Mamba")
+    findings = list(check_invariants(recipe, model, tiny_tokenizer, [], make_rows(4, turns=2)))
+    assert not [str(finding) for finding in findings if finding.status == "fault"]
+    held = {finding.check for finding in findings if finding.status == "ok"}
+    assert {"accumulation", "validation", "tokens", "rendering"} <= held
+    if kind == "Mamba":  # which the recipe does not pack
+        packed = make_recipe(adapter__kind="none")
+        findings = list(check_invariants(packed, model, tiny_tokenizer, [], make_rows(4, turns=2)))
+        assert "packing, eager, per-token loss" in {f.check for f in findings if f.status == "fault"}
+    else:
+        used = "eager" if kind == "Gemma2" else "document"
+        assert f"packing, {used}, gradient" in held
+
+
 def test_rows_are_chosen_from_short_to_long(make_rows: Any) -> None:
     rows = make_rows(9, turns=3)
     chosen = choose_rows(rows, 4)
