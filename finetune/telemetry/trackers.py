@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ def missing_trackers(names: Sequence[str]) -> list[str]:
 def trackers_open(callbacks: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
     """Around a training and what is measured after it: the trackers of `names` end when the block does, once.
 
-    By themselves they end with the training, so that the last validation, and every training after a rewind, would open
+    What they print goes to standard error. By themselves they end with the training, so that the last validation, and every training after a rewind, would open
     a run of its own in MLflow and Trackio. `callbacks` are those of the trainer.
     """
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -37,13 +39,23 @@ def trackers_open(callbacks: Sequence[Any], names: Sequence[str]) -> Iterator[No
     held = [callback for callback in callbacks if isinstance(callback, kinds)]
     for number, callback in enumerate(held):
         callback.on_train_end = partial(later, number, callback.on_train_end)
-    try:
-        yield
-    finally:
-        for callback in held:
-            del callback.on_train_end  # the class's own is found again
-        for end in ends.values():
-            end()
+    with redirect_stdout(sys.stderr) if held else nullcontext():
+        try:
+            yield
+        finally:
+            for callback in held:
+                del callback.on_train_end  # the class's own is found again
+            for end in ends.values():
+                end()
+            if held and "wandb" in names:
+                _finish_wandb()
+
+
+def _finish_wandb() -> None:
+    """Its callback leaves the run open until the process ends: the next training, as in a sweep, would go into it."""
+    wandb: Any = importlib.import_module("wandb")
+    if wandb.run is not None:
+        wandb.finish()
 
 
 def tracked(fields: Mapping[str, Any]) -> dict[str, float]:

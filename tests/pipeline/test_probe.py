@@ -43,13 +43,18 @@ def test_several_devices_share_the_work() -> None:
     assert time.seconds == pytest.approx(PROBE.time(recipe).seconds / 2)
 
 
-def test_a_plan_with_a_probe_counts_what_the_run_will_do(project: Any) -> None:
+def test_a_plan_with_a_probe_counts_what_the_run_will_do(
+    project: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.telemetry.progress._QUIET_SECONDS", 0.0)
     result = CliRunner().invoke(
         app,
         [str(project.recipe), "--device", "cpu", "--probe", "--price-per-hour", "3600", "--json"],
         catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
+    # Of its own steps, not the time of a training that does not take place.
+    assert "probe: 3/3 steps" in result.stderr and "train:" not in result.stderr
     plan = json.loads(result.stdout)
     probe, time = plan["probe"], plan["time"]
     assert len(probe["step_tokens"]) == 3 and probe["peak_bytes"] > 0

@@ -1,11 +1,13 @@
 """Real trackers, offline, in a temporary folder: what they hold after a training is what events.jsonl says.
 
-Each is skipped where its package is not installed: `pip install 'finetune-pipeline[tensorboard,mlflow]'`.
+Each is skipped where its package is not installed: `pip install 'finetune-pipeline[tensorboard,mlflow,trackio,wandb]'`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,60 @@ def test_mlflow_holds_what_the_events_say(
         for name in run.data.metrics
     }
     compare(events, held, eval_loss="eval_loss")
+
+
+def test_trackio_holds_what_the_events_say(
+    tracked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    for module in (sqlite_storage, utils):  # TRACKIO_DIR is read once, when it is imported
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    events = tracked("trackio")
+    assert capsys.readouterr().out == ""  # standard output belongs to answers
+    (project,) = sqlite_storage.SQLiteStorage.get_projects()
+    (run,) = sqlite_storage.SQLiteStorage.get_runs(project)
+    held: dict[str, dict[int, float]] = {}
+    for entry in sqlite_storage.SQLiteStorage.get_logs(project, run):
+        for name, value in entry.items():
+            held.setdefault(name.removeprefix("train/"), {})[entry["train/global_step"]] = value
+    compare(events, held, eval_loss="eval/loss")
+
+
+def wandb_records(held: bytes) -> Iterator[bytes]:
+    """Of an offline file: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB with records in fragments."""
+    place, parts = 7, b""
+    while place + 7 <= len(held):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", held, place)
+        parts += held[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last fragment
+            yield parts
+            parts = b""
+
+
+def test_wandb_holds_what_the_events_say(
+    tracked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    events = tracked("wandb")
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    held: dict[str, dict[int, float]] = {}
+    for data in wandb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        entry = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+        }
+        for name, value in entry.items():
+            held.setdefault(name.removeprefix("train/"), {})[entry["train/global_step"]] = value
+    compare(events, held, eval_loss="eval/loss")
