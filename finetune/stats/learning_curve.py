@@ -27,7 +27,8 @@ _FEWEST_POINTS = 3
 class LearningCurve:
     """Fitted floor a [nats], scale b and exponent c; the change of the loss at `factor` times the most data, with its interval.
 
-    The interval is about the noise of the validation rows and of the fit; it holds for trainings as these, not for other seeds.
+    The interval is about the noise of the validation rows; it holds for trainings as these, not for other seeds. Simulated with
+    losses that differ by 0.005 nats between seeds it held the truth in 73 % of 60 curves, without such noise in 98 %.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +49,8 @@ class LearningCurve:
         """'twice the data would change the loss by about -0.031 nats [-0.044, -0.012]'."""
         times = "twice" if self.factor == 2.0 else f"{self.factor:g} times"
         told = f"{times} the data would change the loss by about {self.change:+.4f} nats a token "
-        told += f"[{self.low:+.4f}, {self.high:+.4f}], {self.confidence:.0%}"
+        told += f"[{self.low:+.4f}, {self.high:+.4f}], {self.confidence:.0%} over validation rows"
+        told += " (seeds of training not counted)"
         return told if self.high < 0 else f"{told}: no gain is shown"
 
 

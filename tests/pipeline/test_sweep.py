@@ -137,7 +137,7 @@ def test_the_curve_tells_what_twice_the_data_would_bring(search: Any) -> None:
         sorted({trial.rows for trial in found.trials})
     )
     assert len(found.curve.sizes) == 4 and found.curve.low <= found.curve.change <= found.curve.high
-    assert "twice the data" in found.lines()[-2]
+    assert "twice the data" in found.lines()[-2] and "seeds of training not counted" in found.lines()[-2]
 
 
 @pytest.mark.parametrize(
