@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from finetune.doctor.finding import Finding, fault, ok, warning
+from finetune.doctor.finding import Finding, fault, ok
 from finetune.model.adapters import adapted_modules, trainable_parameters
 from finetune.recipe.schema import Recipe
 from finetune.units import format_count
@@ -48,29 +47,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
-def check_gradients(arrives: Mapping[str, bool]) -> Finding:
-    """Whether every trained tensor (name -> whether it has a gradient after a backward pass) can learn at all."""
-    name = "gradients"
-    silent = [key for key, is_there in arrives.items() if not is_there]
-    if not silent:
-        return ok(name, f"they arrive at all {len(arrives)} trained tensors")
-    if len(silent) == len(arrives):
-        return no_gradients(arrives)
-    return warning(
-        name,
-        f"none arrives at {len(silent)} of {len(arrives)} trained tensors, e.g. {', '.join(silent[:_SHOWN])}: they stay as they are",
-        "if these parts should learn, something detaches them from the loss; if they take no part in an answer (a vision "
-        "tower, say), leave them out by adapter.target_modules, adapter.layers or adapter.freeze",
-        where="adapter",
-    )
-
-
-def no_gradients(trained: Collection[str]) -> Finding:
-    """The graph is cut between the loss and all that trains."""
+def gradients_cut(how: str) -> Finding:
+    """The graph is cut between the loss and what trains, or a part of it; `how`: what the training said."""
     return fault(
         "gradients",
-        f"none arrives at any of {len(trained)} trained tensors: the model cannot learn, whatever its learning rate",
-        "look for a detach or no_grad in the model's own code, and try train.gradient_checkpointing: false",
+        how,
+        "look for a detach or no_grad in the model's own code, and try train.gradient_checkpointing: false; parts that take no "
+        "part in an answer (a vision tower, say) are left out by adapter.target_modules, adapter.layers or adapter.freeze",
         where="model.id",
     )
 

@@ -24,8 +24,8 @@ from finetune.data.tokenise import TokenisedRow
 from finetune.doctor.finding import Finding, fault, ok, skipped, warning
 from finetune.doctor.memory import Room, check_probe, longest_batch, out_of_memory
 from finetune.doctor.rates import usual_rate
-from finetune.doctor.trained import check_gradients, no_gradients
-from finetune.model.adapters import trainable_parameters
+from finetune.doctor.trained import gradients_cut
+from finetune.model.adapters import CutGraphError, trainable_parameters
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.events import read_events
@@ -79,22 +79,22 @@ class Trials:
         )
         chosen = [self.rows[place] for place in places]
         settled = for_trial(self.recipe, max_steps=1)
-        watch = _WatchGradients()
         reset_peak_memory()
         started = time.monotonic()
         with _folder() as folder:
             try:
-                self.train(settled, self.model, chosen, folder, (watch,))
+                self.train(settled, self.model, chosen, folder, ())
             except (RuntimeError, MemoryError) as error:
                 if _is_memory(error):
                     yield out_of_memory(sum(self._tokens_of(row) for row in chosen), room)
                     return
-                if _NO_GRADIENT not in str(error):
+                if not (isinstance(error, CutGraphError) or _NO_GRADIENT in str(error)):
                     raise
-                yield no_gradients(trainable_parameters(self.model))
+                yield gradients_cut(str(error))
                 return
             (step,) = [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
-        yield check_gradients(watch.arrives)
+        n_trained = len(trainable_parameters(self.model))  # a training stops where one of them gets none
+        yield ok("gradients", f"they arrive at all {n_trained} trained tensors")
         rate = step["tokens_per_second"]
         seconds = step["tokens"] / rate if rate else time.monotonic() - started
         n_steps = self._steps_of_the_run()
@@ -210,19 +210,6 @@ class Trials:
 
 
 _REPORT = "keep the base and the versions as they are, and report this with the recipe"
-
-
-class _WatchGradients(TrainerCallback):
-    """Notes which trained tensors have a gradient just before the step. A fresh adapter's are zeros in part, but there."""
-
-    def __init__(self) -> None:
-        self.arrives: dict[str, bool] = {}
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        trained = trainable_parameters(kwargs["model"])
-        self.arrives = {name: parameter.grad is not None for name, parameter in trained.items()}
 
 
 class _StopWhenLearnt(TrainerCallback):

@@ -147,6 +147,10 @@ def prepare_for_training(
         base.enable_input_require_grads()
 
 
+class CutGraphError(RuntimeError):
+    """No gradient reaches some of what trains: a fault of the model's code, not of a recipe."""
+
+
 def check_gradients_arrive(
     model: nn.Module, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> None:
@@ -165,7 +169,7 @@ def check_gradients_arrive(
             cut.append(name)
     if cut:
         total = len(trainable_parameters(model))
-        raise RuntimeError(
+        raise CutGraphError(
             f"{len(cut)} of {total} trainable tensors received no gradient, e.g. {cut[0]}: the graph is cut, and "
             "training would report a loss while those layers stay as they are"
         )

@@ -93,6 +93,14 @@ def test_a_graph_that_is_cut_is_told_and_nothing_is_trained_on_it(
     assert found["resume"].status == found["save and reload"].status == "skipped"
 
 
+def test_a_graph_that_is_cut_in_part_is_told(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "probe")
+    hooked(monkeypatch, "model.layers.0")
+    found = examine(project)["gradients"]
+    assert found.status == "fault" and found.where == "model.id" and "adapter.freeze" in found.remedy
+    assert "14 of 28 trainable tensors" in found.detail and "layers.0" in found.detail
+
+
 def test_a_resume_without_the_optimizer_s_state_differs(
     project: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +118,7 @@ def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor], str], None]) 
     save_file(weights, path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("fault", ["changed"])
+@pytest.mark.parametrize("fault", ["changed", "missing"])
 def test_what_is_not_saved_as_it_is_does_not_come_back(
     project: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
