@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 from finetune.stats.learning_curve import LearningCurve
 from finetune.stats.paired import paired_t
+
+_FEWEST_FOR_AN_EDGE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class SweepResult:
                 told += f"  {one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
                 told += " worse" if one.is_worse else " not told apart from the best"
             found.append(told)
+        found += self._at_the_edge()
         if self.curve is not None:
             found += [
                 f"  {size:>8,} rows  {loss:.4f}"
@@ -107,6 +111,33 @@ class SweepResult:
             f"then: make finetune RECIPE={self.recipe}{settings}   # judged on test once, by the run"
         )
         return found
+
+    def _at_the_edge(self) -> list[str]:
+        """Of the best trial of every choice that is no number, such as the kind of adapter: values that cannot be called the
+        best yet, as they are the lowest or highest of three numbers or more that were tried."""
+        best: dict[tuple[str, ...], Trial] = {}
+        for one in self.finalists:
+            numbers = _numbers(one.trial)
+            choice = tuple(part for part in one.trial.overrides if part.partition("=")[0] not in numbers)
+            best.setdefault(choice, one.trial)
+        told = []
+        for trial in best.values():
+            for key, value in _numbers(trial).items():
+                tried = {numbers[key] for other in self.trials if key in (numbers := _numbers(other))}
+                if len(tried) >= _FEWEST_FOR_AN_EDGE and value in (min(tried), max(tried)):
+                    end = "lowest" if value == min(tried) else "highest"
+                    told.append(f"  {trial.name}: {key} is the {end} that was tried; the best may lie beyond")
+        return told
+
+
+def _numbers(trial: Trial) -> dict[str, float]:
+    """The overrides of a trial that are numbers."""
+    found = {}
+    for override in trial.overrides:
+        key, _, text = override.partition("=")
+        with suppress(ValueError):
+            found[key] = float(text)
+    return found
 
 
 def finalists_of(trials: Sequence[Trial]) -> tuple[Finalist, ...]:

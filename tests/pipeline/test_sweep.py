@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.paths import read_json
 from finetune.pipeline import sweep as module
 from finetune.pipeline.sweep import rung_sizes, sweep
-from finetune.pipeline.sweep_result import SweepResult
+from finetune.pipeline.sweep_result import SweepResult, Trial, finalists_of
 from finetune.recipe.search_space import parse_axes
 from finetune.training.exact_trainer import NotFiniteError
 
@@ -81,6 +81,28 @@ def test_fewer_trials_than_the_grid_are_drawn_and_repeat(
     assert len(set(first[:6])) == 6
     search(over, max_trials=6)
     assert first == trained
+
+
+def test_a_best_value_at_the_end_of_what_was_tried_is_told(tmp_path: Path) -> None:
+    """LoRA's best rate lies within, that of full tuning at an end: the two are not yet each at its own best."""
+
+    def trial(kind: str, rate: str, loss: float) -> Trial:
+        overrides = (f"adapter.kind={kind}", f"train.learning_rate={rate}")
+        return Trial(overrides, 8, loss, "", (loss, loss + 0.1), (1, 1))
+
+    losses = {
+        "lora": {"1e-4": 3.0, "1e-3": 1.0, "1e-2": 2.0},
+        "none": {"1e-4": 3.0, "1e-3": 2.0, "1e-2": 1.5},
+    }
+    trials = [trial(kind, rate, loss) for kind, rates in losses.items() for rate, loss in rates.items()]
+    best = finalists_of([trials[1], trials[5]])
+    told = [line for line in SweepResult(tmp_path, "r", tuple(trials), best).lines() if "beyond" in line]
+    assert told == [
+        "  adapter.kind=none train.learning_rate=1e-2: train.learning_rate is the highest that was tried; "
+        "the best may lie beyond"
+    ]
+    two = [one for one in trials if "1e-4" not in one.name]  # of two values each is an end
+    assert not any("beyond" in line for line in SweepResult(tmp_path, "r", tuple(two), best).lines())
 
 
 @pytest.mark.parametrize(
