@@ -16,6 +16,8 @@ from finetune.units import format_bytes, format_duration
 
 Record = dict[str, Any]
 _CURVE_WIDTH = 32
+# Of a curve's line: its name and its last value, which a narrow window shows before the curve.
+_NUMBER_COLUMNS = 30
 _RECENT_STEPS = 20  # the speed that the time left is told by
 _SAMPLE_CHARACTERS = 200
 _NOTE_CHARACTERS = 400
@@ -105,9 +107,10 @@ class RunView:
         if not self.steps:
             return [_cut(self._stage_line() or "no optimizer step yet", width)]
         events = [self.steps[step] for step in sorted(self.steps)]
-        found = [self._head(), *self._curves(events, draws=draws)]
+        room = min(max(width - _NUMBER_COLUMNS, 0), _CURVE_WIDTH) if draws else 0
+        found = [self._head(), *self._curves(events, room)]
         if self.validations:
-            found += self._validation_lines(draws=draws)
+            found += self._validation_lines(room)
         found += [f"look at this: {note}" for note in self.notes[-3:]]
         found += self._sample_lines()
         return [_cut(line, width) for line in found]
@@ -128,7 +131,7 @@ class RunView:
             parts.append(stage)
         return ", ".join(parts)
 
-    def _curves(self, events: Sequence[Record], *, draws: bool) -> list[str]:
+    def _curves(self, events: Sequence[Record], room: int) -> list[str]:
         limit = self.max_grad_norm
         clipped = f"clipped at {limit:g}" if limit else ""
         rows: list[tuple[str, str, Callable[[float], str], str]] = [
@@ -148,7 +151,7 @@ class RunView:
             values = [number(event.get(field)) for event in events]
             known = [value for value in values if value is not None]
             if known:
-                curve = f" {sparkline(values, _CURVE_WIDTH):<{_CURVE_WIDTH}}" if draws else ""
+                curve = f" {sparkline(values, room):<{room}}" if room else ""
                 last = shown(values[-1]) if values[-1] is not None else "not finite"
                 low, high = shown(min(known)), shown(max(known))
                 found.append(
@@ -156,10 +159,10 @@ class RunView:
                 )
         return found
 
-    def _validation_lines(self, *, draws: bool) -> list[str]:
+    def _validation_lines(self, room: int) -> list[str]:
         steps = sorted(self.validations)
         losses = [number(self.validations[step].get("loss")) for step in steps]
-        curve = f" {sparkline(losses, _CURVE_WIDTH):<{_CURVE_WIDTH}}" if draws else ""
+        curve = f" {sparkline(losses, room):<{room}}" if room else ""
         last = f"{losses[-1]:.4g}" if losses[-1] is not None else "not finite"
         found = [f"{'validation':<17}{curve} {last:>10}  at step {steps[-1]}"]
         sources = self.validations[steps[-1]].get("sources")

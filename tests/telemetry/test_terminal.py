@@ -148,3 +148,12 @@ def test_an_event_whose_step_is_no_number_is_passed_over() -> None:
         view.add({"event": "step", "step": step, "loss": 1.0})
     assert list(view.steps) == [1]
     assert view.summary()["step"]["step"] == 1 and view.lines(60)
+
+
+def test_a_narrow_window_shows_the_last_values_and_as_much_of_the_curve_as_fits() -> None:
+    view = view_of(*(step(n) for n in range(1, 41)), {"event": "validation", "step": 40, "loss": 1.234})
+    for width in (30, 40, 60, 100):
+        lines = view.lines(width)
+        loss = next(line for line in lines if line.startswith("loss"))
+        assert "0.1" in loss and any("1.234" in line for line in lines) and len(loss) <= width
+        assert sum(character in "▁▂▃▄▅▆▇█" for character in loss) == min(width - 30, 32)
