@@ -112,16 +112,20 @@ def check_optimizer(settings: TrainSection, *, on_cuda: bool | None = None) -> N
         toy = _Toy().to(default_device())
         optimizer = build_optimizer(toy, settings)
         if on_cuda == here:  # otherwise it is another machine that is asked about
-            for parameter in toy.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            for _ in range(2):
-                optimizer.step()
+            _step_twice(toy, optimizer)
     except (LookupError, ArithmeticError, AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"optimizer {settings.optimizer} refuses its options: {str(error) or type(error).__name__}",
             where="train.optimizer_options",
             fix="give values that the optimizer's documentation allows",
         ) from error
+
+
+def _step_twice(toy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in toy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        optimizer.step()
 
 
 class _Toy(nn.Module):

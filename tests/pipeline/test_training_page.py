@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.suite import load_suite
@@ -91,6 +92,9 @@ def test_every_line_of_the_page_is_a_recipe_that_could_start(
         with pytest.raises(UserError, match=r"needs CUDA|no GPU"):
             preflight(recipe, source)
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        # There is no such device to put the toy layer on, and its kernels cannot take the toy's steps.
+        monkeypatch.setattr("finetune.training.optimizers.default_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr("finetune.training.optimizers._step_twice", lambda toy, optimizer: None)
     if REFUSED in line.text:
         with pytest.raises(UserError) as caught:
             preflight(recipe, source)
