@@ -20,7 +20,9 @@ Offload = Literal["none", "optimizer", "all"]
 _STAGE = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 _DIVIDED = (("optimizer",), ("gradients",), ("weights", "quantization_constants", "master_copy", "adapters"))
 _GATHERED_LAYERS = 2  # FSDP2 holds the layer at work and the one being fetched
-_ZERO_GATHERED_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters: gathered weights stay until then
+_ZERO_GATHERED_PARAMETERS = (
+    1_000_000_000  # DeepSpeed's stage3_max_live_parameters: gathered weights stay until then
+)
 _ZERO_BUCKET_BYTES = 4 * 500_000_000  # DeepSpeed's reduce_bucket_size in elements, of fp32 gradients
 
 
