@@ -43,7 +43,8 @@ def sweep(
     curve: Annotated[
         bool,
         typer.Option(
-            "--curve", help="Train the winner on 12, 25 and 50 % of the rows, too: would more data help?"
+            "--curve",
+            help="Train the winner on 12, 25 and 50 % of the rows, too, the least of them with three seeds: would more data help?",
         ),
     ] = False,
     as_json: JsonFlag = False,

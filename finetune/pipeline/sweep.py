@@ -47,6 +47,7 @@ Say = Callable[[str], None]
 REDUCTION = 3  # of the candidates from rung to rung, and of the budget the other way
 FINALISTS = 2  # at the least: one alone is compared with nothing
 CURVE_SHARES = (0.12, 0.25, 0.5, 1.0)
+CURVE_REPEATS = 2  # trainings on the least data with other seeds: how far losses differ by chance
 LOST = "lost.json"  # of a trial's folder: why its training did not come to its end
 _FEWEST_ROWS = 8
 _MOST_COMBINATIONS_READ = 200
@@ -108,7 +109,8 @@ def sweep(
         grids = {group: searching.combinations(free, group) for group in groups}
         n_candidates = [min(len(grid), max_trials or len(grid)) for grid in grids.values()]
         keep = FINALISTS if within is None else 1
-        searching.expect(sum(map(sum, (rung_sizes(n, keep) for n in n_candidates))) + 3 * curve)
+        of_curve = len(CURVE_SHARES) - 1 + CURVE_REPEATS if curve else 0
+        searching.expect(sum(map(sum, (rung_sizes(n, keep) for n in n_candidates))) + of_curve)
         final = [
             trial
             for group, grid in grids.items()
@@ -321,7 +323,7 @@ class _Search:
         return Trial(overrides, rows, loss, str(target), sums, targets, steps)
 
     def curve(self, best: Trial) -> LearningCurve:
-        """The winner's loss over growing data."""
+        """The winner's loss over growing data, and with other seeds on the least of it."""
         points = [
             best
             if share == 1.0 and best.steps is None
@@ -329,10 +331,16 @@ class _Search:
             for share in CURVE_SHARES
         ]
         known = _found(points)
+        least = min((trial.rows for trial in known), default=0)
+        plain = tuple(one for one in best.overrides if not one.startswith("seed="))
+        own = gather_inputs(self.path, [*self.overrides, *best.overrides]).recipe.seed
+        others = [own + place for place in range(1, CURVE_REPEATS + 1)] if known else []
+        repeats = [self.train((*plain, f"seed={seed}"), least) for seed in others]
         return fit_learning_curve(
             [trial.rows for trial in known],
             [trial.sums for trial in known],
             known[-1].targets if known else (),
+            repeats=[trial.sums for trial in _found(repeats)],
             seed=self.base.recipe.seed,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finetune.errors import UserError
@@ -159,7 +160,11 @@ def test_the_curve_tells_what_twice_the_data_would_bring(search: Any) -> None:
         sorted({trial.rows for trial in found.trials})
     )
     assert len(found.curve.sizes) == 4 and found.curve.low <= found.curve.change <= found.curve.high
-    assert "twice the data" in found.lines()[-2] and "seeds of training not counted" in found.lines()[-2]
+    least = [trial for trial in found.trials if trial.rows == found.curve.sizes[0]]
+    assert [trial.overrides for trial in least] == [(), ("seed=18",), ("seed=19",)]
+    spread = np.std([trial.known_loss for trial in least], ddof=1)
+    assert found.curve.seed_spread == pytest.approx(spread) and spread > 0
+    assert "twice the data" in found.lines()[-2] and "and seeds of training" in found.lines()[-2]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,23 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert held >= 50  # 57 are expected, fewer than 50 in one of 5,000
 
 
+@pytest.mark.parametrize("spread", [0.005, 0.02])
+def test_with_repeats_it_does_so_although_seeds_differ(spread: float) -> None:
+    losses = [0.5 + 8.0 * size**-0.4 for size in SIZES]
+    truth = 8.0 * (2000**-0.4 - 1000**-0.4)
+    held = {True: 0, False: 0}
+    for seed in range(60):
+        noise = np.random.default_rng(1000 + seed).normal(0.0, spread, len(SIZES) + 2)
+        measured = [loss + off for loss, off in zip([*losses, losses[0], losses[0]], noise, strict=True)]
+        sums, targets = _rows(measured, 100, 0.05, seed)
+        for repeats in held:
+            more = {"repeats": sums[len(SIZES) :]} if repeats else {}
+            found = fit_learning_curve(SIZES, sums[: len(SIZES)], targets, seed=seed, **more)
+            held[repeats] += found.low <= truth <= found.high
+            assert (found.seed_spread is not None) == repeats == ("seeds of training (which" in found.line())
+    assert held[True] >= 50 > held[False]  # of 60; without repeats 73 % and 32 % were found
+
+
 def test_a_flat_curve_promises_nothing() -> None:
     found = fit_learning_curve(SIZES, [[10.0] * 5] * 4, [10] * 5)
     assert found.change == 0.0 and found.low == found.high == 0.0
