@@ -49,6 +49,7 @@ class Case:
     mixed_steps: int | None = (
         None  # rows of 28 to 55 tokens for so many steps, whose packs have ever other lengths
     )
+    pairs: bool = False  # rows are pairs: 60 % prompt, and two answers of 20 % each
     validation: bool = False  # the validation after the training, instead of the training
     answers: tuple[int, int, int] | None = (
         None  # generation instead of training: batch, prompt tokens, new tokens
@@ -78,6 +79,8 @@ def padded(rows: int, **train: Any) -> dict[str, Any]:
     return {"packing": False, "micro_batch_size": rows, **train}
 
 
+PAIR_TARGET_SHARE = 0.4
+DPO = {"method": "dpo", "learning_rate": 1e-5}
 FULL, DORA, NF4 = {"kind": "none"}, {"kind": "dora"}, {"quantize": "nf4"}
 CASES = (
     Case("lora 256", {"train": packed(256)}),
@@ -98,6 +101,9 @@ CASES = (
     Case("qlora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "model": NF4}),
     Case("dora 512", {"train": packed(512), "adapter": DORA}),
     Case("dora 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "adapter": DORA}),
+    Case("dpo 1024", {"train": packed(1024, **DPO)}, row_tokens=256, pairs=True),
+    Case("dpo 2048", {"train": packed(2048, **DPO)}, row_tokens=512, pairs=True),
+    Case("dpo qlora 1024", {"train": packed(1024, **DPO), "model": NF4}, row_tokens=256, pairs=True),
     Case("full 512", {"train": packed(512), "adapter": FULL}),
     Case("full 1024, checkpointing", {"train": packed(1024, gradient_checkpointing=True), "adapter": FULL}),
     Case("wide, lora 1024", {"train": packed(1024)}, wide=True),
@@ -169,6 +175,7 @@ def measure(case: Case, steps: int) -> Result:
     from finetune.model.source import read_config, resolve_model
     from finetune.plan.memory import forecast_training
     from finetune.telemetry.memory import memory_basis, peak_memory_bytes, reset_peak_memory
+    from finetune.training.preference import train_preference
     from finetune.training.sft import train_sft
 
     recipe = recipe_of(case, steps)
@@ -186,23 +193,25 @@ def measure(case: Case, steps: int) -> Result:
         )
         if recipe.adapter.kind != "none":
             model = attach_adapter(model, recipe.adapter, seed=recipe.seed)
-        rows = random_rows(case, recipe, read_config(source)["vocab_size"])
-        result = train_sft(
-            recipe,
-            model,
-            tokenizer,
-            rows,
-            rows if case.validation else [],
-            run_folder=Path(folder) / "run",
-            owner="benchmark",
-            say=lambda line: print(line, file=sys.stderr),
-            callbacks=[after_training()] if case.validation else [],
-        )
+        vocabulary = read_config(source)["vocab_size"]
+        options: Any = {
+            "run_folder": Path(folder) / "run",
+            "owner": "benchmark",
+            "say": lambda line: print(line, file=sys.stderr),
+            "callbacks": [after_training()] if case.validation else [],
+        }
+        if case.pairs:
+            pairs = random_pairs(case, recipe, vocabulary)
+            references = Path(folder) / "references"
+            result = train_preference(recipe, model, tokenizer, pairs, [], references=references, **options)
+        else:
+            rows = random_rows(case, recipe, vocabulary)
+            result = train_sft(recipe, model, tokenizer, rows, rows if case.validation else [], **options)
         peak = peak_memory_bytes()
         forecast = forecast_training(
             recipe,
             read_config(source),
-            target_share=TARGET_SHARE,
+            target_share=PAIR_TARGET_SHARE if case.pairs else TARGET_SHARE,
             distinct_lengths=None if case.mixed_steps else 1,
             device=_device(memory_basis()),
         )
@@ -271,6 +280,26 @@ def random_rows(case: Case, recipe: Any, vocabulary: int) -> list[Any]:
         labels = [-100] * (length - n_targets) + ids[-n_targets:]
         rows.append(TokenisedRow(str(index), ids, labels, n_targets))
     return rows
+
+
+def random_pairs(case: Case, recipe: Any, vocabulary: int) -> list[Any]:
+    """Pairs of random tokens for two full optimizer steps."""
+    import random
+
+    from finetune.data.pair_tokens import Answer, AnsweredPrompt
+
+    generator = random.Random(0)
+
+    def some(n_tokens: int) -> list[int]:
+        return [generator.randrange(10, vocabulary) for _ in range(n_tokens)]
+
+    n_answer = int(case.row_tokens * PAIR_TARGET_SHARE / 2)
+    n_pairs = 2 * (recipe.train.pack_tokens // case.row_tokens) * recipe.train.gradient_accumulation_steps
+    pairs = []
+    for index in range(n_pairs):
+        prompt, chosen, rejected = (some(n) for n in (case.row_tokens - 2 * n_answer, n_answer, n_answer))
+        pairs.append(AnsweredPrompt(str(index), prompt, (Answer(chosen, chosen), Answer(rejected, rejected))))
+    return pairs
 
 
 def in_fresh_process(case: Case, steps: int) -> Result:
