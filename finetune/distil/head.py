@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from finetune.distil.losses import DistillationLoss, Targets, chunked_distillation_loss, target_places
 from finetune.distil.targets import TeacherTargets
 from finetune.errors import UserError
+from finetune.model.adapters import without_adapters
 from finetune.training.head import supports_target_head
 
 # What a batch holds beside the model's own inputs.
@@ -79,7 +80,7 @@ def live_targets(teacher: Any, inputs: dict[str, Any], n_vocabulary: int) -> Tea
     """
     places, _ = target_places(inputs["labels"])
     plain = {name: value for name, value in inputs.items() if name not in NOT_INPUTS}
-    base = teacher.get_base_model() if hasattr(teacher, "get_base_model") else teacher
+    base = without_adapters(teacher)
     if not supports_target_head(base):
         logits = teacher(**plain, use_cache=False).logits[places]
         return TeacherTargets.full(logits[:, :n_vocabulary])

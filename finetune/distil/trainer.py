@@ -12,6 +12,7 @@ from finetune.distil.head import add_distillation_head, live_targets, teacher_no
 from finetune.distil.losses import DistillationLoss, Targets
 from finetune.distil.targets import TeacherTargets
 from finetune.errors import UserError
+from finetune.model.adapters import without_adapters
 from finetune.recipe.distil_section import DistilLossSection
 from finetune.training.sft_trainer import ExactSftTrainer
 from finetune.training.turn_weights import target_weights
@@ -57,7 +58,7 @@ class DistilTrainer(ExactSftTrainer):
                 where="model.id",
                 fix="let the student learn the teacher's answers: generate them (docs/distillation.md) and use train.method sft",
             )
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         add_distillation_head(base)
         self.distillation = {
             "kind": loss.kind,

@@ -12,6 +12,7 @@ import torch
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow
 from finetune.doctor.finding import Finding, at_most, fault
+from finetune.model.adapters import without_adapters
 from finetune.model.attention import register_document_attention
 from finetune.recipe.schema import Recipe
 from finetune.training import invariants
@@ -66,7 +67,7 @@ def check_invariants(
     """
     register_document_attention()
     plain = _plain(recipe)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     before, trained_with = base.config._attn_implementation, training_attention(plain, base)
     base.set_attn_implementation(trained_with)
     try:
@@ -137,7 +138,7 @@ def quick_invariants(
     if not recipe.train.packing or recipe.adapter.kind in ("prompt", "prefix"):
         yield Finding("packing", "skipped", "rows are not packed")
         return
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     attention = training_attention(plain, base)
     deviations = invariants.packing_error(plain, model, tokenizer, tokenised, attention)
     yield at_most(

@@ -142,9 +142,14 @@ def prepare_for_training(
     model.train()
     model.config.use_cache = False
     if gradient_checkpointing:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = without_adapters(model)
         base.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         base.enable_input_require_grads()
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that adapters are attached to; the model itself where there are none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class CutGraphError(RuntimeError):

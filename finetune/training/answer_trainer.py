@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from finetune.model.adapters import trainables_to_fp32
+from finetune.model.adapters import trainables_to_fp32, without_adapters
 from finetune.model.fast import speed_up
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
@@ -75,7 +75,7 @@ class AnswerTrainer(ExactTrainer):
         }
         self._total_train_tokens, self._tp_size = 0, 1
         self._step_examples, self._step_chosen_targets = 1.0, 1.0
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         trainables_to_fp32(self.model)
         if keeps_in_place_products(settings):
             speed_up(self.model)

@@ -21,6 +21,7 @@ from torch import Tensor
 from finetune.data.pair_tokens import Answer, AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow
 from finetune.errors import UserError
+from finetune.model.adapters import without_adapters
 from finetune.model.attention import ATTENTION_NAME
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
@@ -95,7 +96,7 @@ def require_answers_apart(trainer: Any, recipe: Recipe) -> None:
 def _require(trainer: Any, recipe: Recipe, score: Score, *, packing: bool, where: str, fix: str) -> None:
     """One process tries, whatever their number; the others are ended with it."""
     model = trainer.model
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     by_document = base.config._attn_implementation == ATTENTION_NAME
     if not trainer.accelerator.is_main_process or not (packing or by_document):
         return
@@ -174,7 +175,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _on_device(batch: dict[str, Any], model: Any) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device  # sharded models are not yet on the trainer's
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.tokenise import TokenisedRow
-from finetune.model.adapters import trainables_to_fp32
+from finetune.model.adapters import trainables_to_fp32, without_adapters
 from finetune.model.fast import restore, speed_up
 from finetune.model.memory import mapped_activations
 from finetune.recipe.schema import Recipe
@@ -151,7 +151,7 @@ class BatchProbe(Bench):
 
     def _recompute_as(self, recipe: Recipe) -> None:
         """Checkpointing and LoRA's in-place products as the recipe has them."""
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         arguments = checkpointing_arguments(recipe.train)
         if arguments["gradient_checkpointing"]:
             base.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
@@ -163,7 +163,7 @@ class BatchProbe(Bench):
             restore(self.model)
 
     def close(self) -> None:
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         base.gradient_checkpointing_disable()
         restore(self.model)
         super().close()

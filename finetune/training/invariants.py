@@ -12,6 +12,7 @@ from typing import Any
 from finetune.data.chat_spans import is_trained_answer
 from finetune.data.rows import Row
 from finetune.data.tokenise import TokenisedRow, prompt_ids
+from finetune.model.adapters import without_adapters
 from finetune.recipe.schema import Recipe
 from finetune.training.apart import own_attention
 from finetune.training.bench import Bench
@@ -52,7 +53,7 @@ def packing_error(
     total = sum(len(row.input_ids) for row in rows)
     alone = with_layout(recipe, packing=False, micro=1, accumulation=len(rows))
     packed = with_layout(recipe, packing=True, pack=max(total, 1))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     before = base.config._attn_implementation
     try:
         base.set_attn_implementation(own_attention(base))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from finetune.model.adapters import without_adapters
 from finetune.recipe.schema import TrainSection
 
 _aten = torch.ops.aten
@@ -77,7 +78,7 @@ def set_model_dropout(model: Any, share: float | None) -> dict[str, float]:
     """
     if share is None:
         return {}
-    base = _without_adapters(model)
+    base = without_adapters(model)
     config = base.config.get_text_config()
     before = {name: float(getattr(config, name)) for name in _DROPOUTS if _is_share(config, name)}
     for name in before:
@@ -96,7 +97,7 @@ def set_model_dropout(model: Any, share: float | None) -> dict[str, float]:
 @contextlib.contextmanager
 def dropout_of_config(model: Any, values: Mapping[str, float]) -> Iterator[None]:
     """The configuration with `values`, as `set_model_dropout` returned them: a saved model is not to keep a training's."""
-    base = _without_adapters(model)
+    base = without_adapters(model)
     config = base.config.get_text_config()
     now = {name: getattr(config, name) for name in values}
     try:
@@ -106,10 +107,6 @@ def dropout_of_config(model: Any, values: Mapping[str, float]) -> Iterator[None]
     finally:
         for name, value in now.items():
             setattr(config, name, value)
-
-
-def _without_adapters(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_share(holder: Any, name: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from trl import SFTTrainer
 
+from finetune.model.adapters import without_adapters
 from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.batch_ramp import Windows
@@ -59,7 +60,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         loss = settings.loss
         self.loss_shape = LossShape(loss.kind == "dft", loss.label_smoothing, loss.z_loss)
         self.data_collator = WeightedCollator(self.data_collator)
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         self.noise = EmbeddingNoise(base.get_input_embeddings(), loss.neftune_alpha)
         self.uses_target_head = supports_target_head(base) and not self.spreads_trained_head(base)
         if self.uses_target_head:
@@ -68,7 +69,7 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
     def restore_model(self) -> None:
         """Take back what this trainer put on the model: its head and its noise. For trainers that only measure."""
         self.noise.remove()
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base = without_adapters(self.model)
         base.__dict__.pop("forward", None)
 
     def _losses(self, model: nn.Module, inputs: dict[str, Any], shape: LossShape = PLAIN) -> TargetOutput:

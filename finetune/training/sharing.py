@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finetune.data.pair_tokens import AnsweredPrompt
+from finetune.model.adapters import without_adapters
 from finetune.model.documents import attends_to_everything
 from finetune.training.branches import BranchCollator, Pack, model_inputs
 
@@ -23,7 +24,7 @@ def prompts_can_be_shared(model: Any, examples: Sequence[AnsweredPrompt]) -> boo
 
     Models whose layers count places in the row, or carry a state from token to token, fail the trial.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     several = [example for example in examples if len(example.answers) > 1]
     if not several or not attends_to_everything(base.config):
         return False

@@ -32,12 +32,16 @@ print((psutil.Process().memory_info().rss - before) / sum(map(len, kept)))
 """
 
 
-def growth(*, held: bool) -> float:
+def printed_by(script: str) -> float:
+    """The number that a fresh process prints: the heap of this one has a history."""
     done = subprocess.run(
-        [sys.executable, "-c", GROW.format(held=held)],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
+    )
     return float(done.stdout)
+
+
+def growth(*, held: bool) -> float:
+    return printed_by(GROW.format(held=held))
 
 
 def test_blocks_in_passing_leave_no_holes_behind_what_stays() -> None:
@@ -48,7 +52,7 @@ def test_blocks_in_passing_leave_no_holes_behind_what_stays() -> None:
 
 # Kept blocks of ever other sizes among passing ones, all freed after each round: growth over the most that was ever there.
 ROUNDS = """
-import contextlib, psutil, random
+import psutil, random
 from finetune.model.memory import keep_freed_memory, mapped_activations
 keep_freed_memory()
 draw, process, most, peak = random.Random(1), psutil.Process(), 0, 0
@@ -69,11 +73,7 @@ print(peak / most)
 
 
 def peak_over_kept(device: str) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", ROUNDS.format(device=device)],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
-    return float(done.stdout)
+    return printed_by(ROUNDS.format(device=device))
 
 
 def test_activations_of_ever_other_lengths_leave_no_holes_on_a_cpu() -> None:
