@@ -184,12 +184,9 @@ def measure(case: Case, steps: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         if case.wide:
             source = build_wide(Path(folder) / "wide")
-        attention = recipe.model.attention
-        if attention == "auto":
-            attention = "document" if recipe.train.packing else "sdpa"
         reset_peak_memory()
         model = load_model(
-            source, dtype=recipe.model.dtype, quantize=recipe.model.quantize, attention=attention
+            source, dtype=recipe.model.dtype, quantize=recipe.model.quantize, attention=recipe.attention
         )
         if recipe.adapter.kind != "none":
             model = attach_adapter(model, recipe.adapter, seed=recipe.seed)

@@ -78,11 +78,7 @@ def check_invariants(
 
 def training_attention(recipe: Recipe, base: Any) -> str:
     """The attention that a run of the recipe trains `base` with; the same choice as where a model is loaded."""
-    asked = recipe.model.attention
-    if asked == "auto":
-        asked = "document" if recipe.train.packing else "sdpa"
-    own = own_attention(base)
-    return "eager" if own == "eager" else asked
+    return "eager" if own_attention(base) == "eager" else recipe.attention
 
 
 def _measure(

@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from finetune.data.prefixes import longest_pack
 from finetune.data.rows import Row
+from finetune.data.tokenise import TokenisedSplit
 from finetune.doctor.environment import (
     check_accelerator,
     check_disk,
@@ -26,6 +29,7 @@ from finetune.doctor.rows import check_answers, check_cuts, check_number, check_
 from finetune.doctor.tokens import check_tokens
 from finetune.errors import ExitCode, UserError
 from finetune.evaluation.suite import Suite
+from finetune.model.documents import attends_to_everything
 from finetune.paths import runs_root
 from finetune.pipeline.methods import Split, longest_example, plain_rows
 from finetune.plan.architecture import NoMemoryModelError, read_architecture
@@ -64,9 +68,9 @@ def forecasts_here(
     trained all the same.
     """
     longest_row = recipe.data.max_tokens if rows is None else longest_example(rows)
-    longest = recipe.train.pack_tokens if recipe.train.packing else longest_row
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        longest = _longest_forward(recipe, config, rows, longest_row)
         training = forecast_training(
             recipe,
             config,
@@ -93,6 +97,26 @@ def forecasts_here(
         return found
 
     return Forecasts(training, evaluation, again)
+
+
+def _longest_forward(
+    recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int
+) -> int:
+    """Tokens of the longest row or pack that goes through the model; that of a full pack where it is not known."""
+    train = recipe.train
+    if not train.packing:
+        return longest_row
+    if not isinstance(rows, TokenisedSplit) or longest_row > train.pack_tokens:
+        return train.pack_tokens
+    return longest_pack(rows.rows, train.pack_tokens, share=recipe.shares_prefixes and _can_share(config))
+
+
+def _can_share(config: Mapping[str, Any]) -> bool:
+    """Whether a model lets rows go on from one another, as far as its configuration says; training tries it out."""
+    text = SimpleNamespace(**(config.get("text_config") or config))
+    architecture = read_architecture(config)
+    drops = architecture.attention_dropout or architecture.residual_dropouts
+    return attends_to_everything(text) and not drops
 
 
 def environment_findings(dtype: str) -> Iterator[Finding]:

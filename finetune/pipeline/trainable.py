@@ -13,7 +13,6 @@ from finetune.model.load import load_model
 from finetune.model.new_tokens import NewTokens
 from finetune.pipeline.inputs import RunInputs
 from finetune.pipeline.methods import score_seed
-from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.training.sharding import sharding_of
 from finetune.training.trained_part import add_trained_part
 
@@ -22,16 +21,12 @@ def load_base(inputs: RunInputs, *, dtype: str | None = None, attention: str | N
     """The base as the recipe holds it while training; `dtype` and `attention` in place of the recipe's."""
     recipe = inputs.recipe
     section = recipe.model
-    kind = attention or section.attention
-    if kind == "auto":
-        lies_in_one_row = recipe.train.packing or recipe.train.method in PREFERENCE_METHODS
-        kind = "document" if lies_in_one_row else "sdpa"
     return load_model(
         inputs.source,
         dtype=dtype or section.dtype,
         quantize=section.quantize,
         double_quantization=section.double_quantization,
-        attention=kind,
+        attention=attention or recipe.attention,
         trust_remote_code=section.trust_remote_code,
         score_seed=score_seed(recipe),
         device=None if sharding_of(os.environ) == "none" else "cpu",  # one GPU need not hold all of it

@@ -203,9 +203,7 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
 
 def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
     """The attention that the recipe takes. Padded batches and packed rows without `document` attend under a mask."""
-    kind = recipe.model.attention
-    if kind == "auto":
-        kind = "document" if recipe.train.packing else "sdpa"
+    kind = recipe.attention
     padded = not recipe.train.packing and recipe.train.micro_batch_size > 1
     masked = padded or (recipe.train.packing and kind == "sdpa")
     # A micro-batch of packs is laid end to end, so a dense mask spans all of it.

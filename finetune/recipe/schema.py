@@ -14,6 +14,7 @@ from finetune.recipe.agreement import check_preference_agrees, check_sections_ag
 from finetune.recipe.constraints import refused
 from finetune.recipe.distil_section import DistilSection, check_distil_agrees
 from finetune.recipe.model_section import ModelSection
+from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.section import Count, Section, Share
 from finetune.recipe.train_section import TrainSection
 
@@ -145,6 +146,27 @@ class Recipe(Section):
     profiles: dict[str, dict[str, Override]] = Field(
         default_factory=dict, description="Named sets of dotted overrides, e.g. a smoke run."
     )
+
+    @property
+    def attention(self) -> Literal["document", "sdpa", "eager"]:
+        """`model.attention` with `auto` resolved: documents that lie in one row are attended one by one."""
+        if self.model.attention != "auto":
+            return self.model.attention
+        one_row = self.train.packing or self.train.method in PREFERENCE_METHODS
+        return "document" if one_row else "sdpa"
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether packs compute common beginnings of their rows once, on models whose layers allow it."""
+        train = self.train
+        random = self.adapter.dropout or train.model_dropout or train.loss.neftune_alpha
+        return bool(
+            train.share_prefixes
+            and train.packing
+            and train.method == "sft"
+            and self.attention == "document"
+            and not random
+        )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:

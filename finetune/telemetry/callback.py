@@ -26,14 +26,17 @@ class StepTally:
     """What the trainer adds up over the micro-batches of one optimizer step.
 
     `nll_sum` is the sum of the losses; their mean is over targets, or over examples where a method counts those (a
-    preference pair is one). `example_sums` are further numbers that examples have, e.g. margins; what is logged is their
-    mean over `example_counts`, the examples that have the number. `rows` are the ids of the rows that were trained on, in
-    order, where the trainer knows them; `loss_scale` is fp16's factor. `worst_row` is the row with the highest mean loss over its targets: (loss, id).
+    preference pair is one). `n_repeated` of the tokens are beginnings that another row of the pack had computed.
+    `example_sums` are further numbers that examples have, e.g. margins; what is logged is their mean over
+    `example_counts`, the examples that have the number. `rows` are the ids of the rows that were trained on, in order,
+    where the trainer knows them; `loss_scale` is fp16's factor. `worst_row` is the row with the highest mean loss over
+    its targets: (loss, id).
     """
 
     nll_sum: float = 0.0
     n_targets: int = 0
     n_tokens: int = 0
+    n_repeated: int = 0
     sum_squared_lengths: int = 0
     n_examples: int = 0
     example_sums: dict[str, float] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class StepTally:
 
     def values(self) -> list[float]:
         """Everything that is summed over ranks, in a fixed order."""
-        counts = [self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples]
+        counts = [self.n_targets, self.n_tokens, self.n_repeated, self.sum_squared_lengths, self.n_examples]
         return [
             self.nll_sum,
             *map(float, counts),
@@ -73,10 +76,10 @@ class StepTally:
     def replace(self, values: list[float]) -> None:
         """The inverse of `values`."""
         self.nll_sum = values[0]
-        counts = [int(value) for value in values[1:5]]
-        self.n_targets, self.n_tokens, self.sum_squared_lengths, self.n_examples = counts
-        middle = 5 + len(self.example_sums)
-        self.example_sums = dict(zip(self.example_sums, values[5:middle], strict=True))
+        counts = [int(value) for value in values[1:6]]
+        self.n_targets, self.n_tokens, self.n_repeated, self.sum_squared_lengths, self.n_examples = counts
+        middle = 6 + len(self.example_sums)
+        self.example_sums = dict(zip(self.example_sums, values[6:middle], strict=True))
         self.example_counts = dict(zip(self.example_counts, values[middle:], strict=True))
 
 
@@ -149,7 +152,7 @@ class TelemetryCallback(TrainerCallback):
         seconds, self._step_start = now - self._step_start, now
         self.total_tokens += tally.n_tokens
         self.total_targets += tally.n_targets
-        flops = self.work.flops(tally.n_tokens, tally.n_targets, tally.sum_squared_lengths)
+        flops = self.work.flops(tally.n_tokens - tally.n_repeated, tally.n_targets, tally.sum_squared_lengths)
         tokens_per_second = tally.n_tokens / seconds
         moved, epoch = self._moved, state.epoch or 0.0
         fields = {

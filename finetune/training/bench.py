@@ -17,12 +17,12 @@ from torch import Tensor
 from finetune.data.tokenise import TokenisedRow
 from finetune.model.adapters import trainables_to_fp32, without_adapters
 from finetune.model.fast import restore, speed_up
-from finetune.model.memory import mapped_activations
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.arguments import count_steps
 from finetune.training.head import IGNORED
 from finetune.training.memory_saving import checkpointing_arguments, keeps_in_place_products
+from finetune.training.prefixes import prefixes_can_be_shared
 from finetune.training.sft_data import trainer_arguments, training_dataset
 from finetune.training.sft_trainer import ExactSftTrainer
 
@@ -60,6 +60,8 @@ class Bench:
             processing_class=tokenizer,
         )
         self.model = self.trainer.model
+        if prefixes_can_be_shared(self.model, recipe, rows):
+            self.trainer.share_prefixes()
 
     def close(self) -> None:
         """Give the model its own forward pass back."""
@@ -130,8 +132,8 @@ class BatchProbe(Bench):
         self._recompute_as(recipe)
         trainer, devices = self.trainer, [torch.cuda.current_device()] if torch.cuda.is_available() else []
         self.model.train()
-        with torch.random.fork_rng(devices=devices), mapped_activations(trainer.args.device.type):
-            inputs = trainer._prepare_inputs(trainer.data_collator(examples))
+        inputs = trainer._prepare_inputs(trainer.data_collator(examples))
+        with torch.random.fork_rng(devices=devices), trainer.mapped_activations(inputs):
             with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
                 loss = trainer.compute_loss(self.model, inputs)
             trainer.accelerator.backward(loss)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ class ExactTrainer(CheckpointingTrainer):
         with mapped_activations(self.args.device.type):
             return super().train(*args, **kwargs)
 
+    def mapped_activations(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """For forward and backward of one batch: its hidden states are blocks of their own, however short it is."""
+        width: int = self.model.config.get_text_config().hidden_size
+        smallest = inputs["input_ids"].numel() * width * torch.bfloat16.itemsize
+        return mapped_activations(self.args.device.type, smallest)
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """One pass over the rows; none after the last step, of which transformers trains one more when it resumes there in
         the middle of an epoch."""
@@ -181,7 +188,7 @@ class ExactTrainer(CheckpointingTrainer):
             return torch.stack(losses).sum()
         self._idle = inputs.pop(IDLE, False)
         before = copy_tally(self.tally) if self._idle else None
-        with self.offload:
+        with self.offload, self.mapped_activations(inputs):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if before is not None:
             uncount(self.tally, before)

@@ -112,8 +112,8 @@ def first_token_targets(recipe: Recipe, tokenizer: Any, model: Any, rows: Sequen
     with Bench(with_layout(recipe, packing=True, pack=total), model, tokenizer, rows) as bench:
         count = 0
         for batch in bench.trainer.get_train_dataloader():
-            starts = batch["position_ids"] == 0
-            count += int((batch["labels"][starts] != IGNORED).sum())
+            starts = batch["cu_seq_lens_q"][:-1].long()
+            count += int((batch["labels"][0, starts] != IGNORED).sum())
     return count
 
 

@@ -94,6 +94,14 @@ def set_model_dropout(model: Any, share: float | None) -> dict[str, float]:
     return before
 
 
+def drops_out(model: Any) -> bool:
+    """Whether anything of the model, its adapters included, is dropped at random in training."""
+    config = without_adapters(model).config.get_text_config()
+    if any(_is_share(config, name) and getattr(config, name) > 0 for name in _DROPOUTS):
+        return True
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 @contextlib.contextmanager
 def dropout_of_config(model: Any, values: Mapping[str, float]) -> Iterator[None]:
     """The configuration with `values`, as `set_model_dropout` returned them: a saved model is not to keep a training's."""

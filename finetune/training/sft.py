@@ -20,6 +20,7 @@ from finetune.training.batch_ramp import plan_windows
 from finetune.training.bench import BatchProbe
 from finetune.training.checkpoints import damage
 from finetune.training.memory_saving import keeps_in_place_products
+from finetune.training.prefixes import prefixes_can_be_shared
 from finetune.training.session import Session, TrainResult
 from finetune.training.sft_data import trainer_arguments, training_dataset
 from finetune.training.sft_trainer import ExactSftTrainer
@@ -74,6 +75,8 @@ def train_sft(
     if keeps_in_place_products(settings):
         speed_up(model)
     require_sft_rows_apart(trainer, recipe)
+    if prefixes_can_be_shared(model, recipe, train_rows):
+        trainer.share_prefixes()
     return Session(
         trainer,
         recipe,

@@ -15,6 +15,7 @@ from finetune.recipe.schema import TrainSection
 from finetune.telemetry.callback import StepTally
 from finetune.training.batch_ramp import Windows
 from finetune.training.best_step import RowLosses
+from finetune.training.branches import attention_work
 from finetune.training.embedding_noise import EmbeddingNoise, token_lengths
 from finetune.training.exact_trainer import ExactTrainer, OnEvent, StopWhenAsked
 from finetune.training.head import (
@@ -25,10 +26,11 @@ from finetune.training.head import (
     supports_target_head,
 )
 from finetune.training.losses import PLAIN, LossShape
+from finetune.training.prefixes import PrefixCollator
 from finetune.training.turn_weights import WeightedCollator, target_weights
 from finetune.training.validation import RowSums, document_of_targets, own_batches
 
-_NOT_FOR_THE_MODEL = ("target_weights", "rows")
+_NOT_FOR_THE_MODEL = ("target_weights", "rows", "repeated_tokens")
 
 
 class ExactSftTrainer(ExactTrainer, SFTTrainer):
@@ -66,6 +68,10 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
         if self.uses_target_head:
             add_target_head(base)
 
+    def share_prefixes(self) -> None:
+        """From now on packs hold once what their rows begin with alike; for models that `prefixes_can_be_shared` found able."""
+        self.data_collator = PrefixCollator(self.data_collator)
+
     def restore_model(self) -> None:
         """Take back what this trainer put on the model: its head and its noise. For trainers that only measure."""
         self.noise.remove()
@@ -74,7 +80,8 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
 
     def _losses(self, model: nn.Module, inputs: dict[str, Any], shape: LossShape = PLAIN) -> TargetOutput:
         """Losses [M] of the targets of one batch."""
-        plain = {name: value for name, value in inputs.items() if name not in _NOT_FOR_THE_MODEL}
+        left_out = (*_NOT_FOR_THE_MODEL, *(("cu_seq_lens_q",) if "branches" in inputs else ()))
+        plain = {name: value for name, value in inputs.items() if name not in left_out}
         if self.uses_target_head:
             return model(**plain, target_head=True, loss_shape=shape)  # type: ignore[no-any-return]
         return full_logits_losses(model, plain, shape)
@@ -118,9 +125,14 @@ class ExactSftTrainer(ExactTrainer, SFTTrainer):
             token_lengths(inputs)[:, 0] if "attention_mask" in inputs else inputs["cu_seq_lens_q"].diff()
         )
         tally = self.tally
+        repeated = inputs.get("repeated_tokens", 0)
         tally.n_targets += n_targets
-        tally.n_tokens += int(lengths.sum())
-        tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
+        tally.n_tokens += int(lengths.sum()) + repeated
+        tally.n_repeated += repeated
+        if "branches" in inputs:
+            tally.sum_squared_lengths += attention_work(inputs["branches"])
+        else:
+            tally.sum_squared_lengths += int((lengths.long() ** 2).sum())
         if self.row_ids is not None:
             silent = self.left_out(self.state.global_step)
             ids = [self.row_ids[row] for row in inputs.get("rows", ())]

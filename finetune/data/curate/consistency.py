@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from finetune.data.curate.formats import format_of, has_courtesy, length_class, opening_words
-from finetune.data.curate.language import UNDETERMINED, language_of
+from finetune.data.curate.language import UNDETERMINED, forget_languages, language_of
 from finetune.data.curate.tokens import Texts
 
 WARN_FROM = 0.05
@@ -125,6 +125,7 @@ def measure_consistency(
             _draw(
                 row, seen[0], draws.setdefault(key, random.Random(f"{seed}{key}")), drawn.setdefault(key, [])
             )
+    forget_languages()  # a run goes on for hours behind its checks
     mixes = [
         _mix(part, aspect, {value: n for value, (n,) in values.items()}, drawn)
         for (part, aspect), values in counted.items()

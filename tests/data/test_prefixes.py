@@ -1,0 +1,81 @@
+"""Which beginnings rows of a pack share, against brute force and by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from finetune.data.packing import pack
+from finetune.data.prefixes import FEWEST_TOKENS, computed_tokens, longest_pack, shared_beginnings
+from finetune.data.row_tokens import IGNORED, TokenisedRow
+
+SYSTEM = list(range(100, 120))
+
+
+def _row(ids: list[int], first_target: int) -> TokenisedRow:
+    labels = [IGNORED] * first_target + ids[first_target:]
+    return TokenisedRow("r", ids, labels, len(ids) - first_target)
+
+
+def _pack(rows: list[TokenisedRow]) -> list[tuple[list[int], list[int]]]:
+    return [(row.input_ids, row.labels) for row in rows]
+
+
+def test_a_system_prompt_is_computed_by_the_first_row_that_has_it() -> None:
+    rows = [_row([*SYSTEM, n, n + 1, n + 2, n + 3], 22) for n in (1, 11, 21)]
+    assert shared_beginnings(_pack(rows)) == [(0, 0), (0, 20), (0, 20)]
+    assert computed_tokens(rows) == 24 + 4 + 4
+
+
+def test_two_system_prompts_among_each_other() -> None:
+    other = list(range(300, 330))
+    rows = [
+        _row([*SYSTEM, 1, 2, 3], 22),
+        _row([*other, 1, 2, 3], 32),
+        _row([*SYSTEM, 4, 5, 6], 22),
+        _row([*other, 4, 5, 6], 32),
+    ]
+    assert shared_beginnings(_pack(rows)) == [(0, 0), (1, 0), (0, 20), (1, 30)]
+
+
+def test_targets_and_the_token_before_the_first_of_them_stay_with_their_row() -> None:
+    same = [*SYSTEM, 1, 2, 3, 4]
+    assert shared_beginnings(_pack([_row(same, 22), _row(same, 22)]))[1] == (0, 21)
+    assert shared_beginnings(_pack([_row(same, 22), _row(same, 10)]))[1] == (0, 9)
+    assert shared_beginnings(_pack([_row(same, 1), _row(same, 1)]))[1] == (
+        1,
+        0,
+    )  # text: every token is learnt
+    assert shared_beginnings(_pack([_row(same, 0), _row(same, 0)]))[1] == (1, 0)
+    silent = TokenisedRow("r", same, [IGNORED] * len(same), 0)
+    assert shared_beginnings(_pack([silent, silent]))[1] == (0, len(same) - 2)
+
+
+def test_fewer_tokens_than_pay_are_not_shared() -> None:
+    few, enough = SYSTEM[: FEWEST_TOKENS - 1], SYSTEM[:FEWEST_TOKENS]
+    for beginning, length in ((few, 0), (enough, FEWEST_TOKENS)):
+        rows = [_row([*beginning, n, n + 1, n + 2], len(beginning) + 2) for n in (1, 5)]
+        assert shared_beginnings(_pack(rows))[1][1] == length
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_can_be_put_together_again(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(draw.randint(1, 12)):
+        ids = [draw.choice((1, 1, 1, 2)) for _ in range(draw.randint(2, 40))]
+        rows.append(_row(ids, draw.randint(0, len(ids) - 1)))
+    for place, (other, length) in enumerate(shared_beginnings(_pack(rows))):
+        row = rows[place]
+        assert other <= place and (length == 0) == (other == place)
+        assert rows[other].input_ids[:length] == row.input_ids[:length]
+        assert all(label == IGNORED for label in row.labels[: length + 1]) or not length
+        assert length < len(row.input_ids)
+
+
+def test_the_longest_pack_as_it_is_computed() -> None:
+    rows = [_row([*SYSTEM, *range(n, n + 10)], 25) for n in range(40)]
+    packs = pack([30] * 40, 128)
+    assert longest_pack(rows, 128, share=False) == max(len(members) for members in packs) * 30 == 120
+    assert longest_pack(rows, 128, share=True) == 30 + 3 * 10

@@ -1,0 +1,173 @@
+"""Packs that compute common beginnings once: the same losses, gradients and weights as packs that repeat them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.data.prefixes import shared_beginnings
+from finetune.data.row_tokens import IGNORED, TokenisedRow
+from finetune.telemetry.events import read_events
+from finetune.training import invariants
+from finetune.training.prefixes import PrefixCollator, prefixes_can_be_shared
+
+SYSTEMS = [list(range(3, 3 + 24)), list(range(60, 60 + 12))]
+
+
+def _rows(n: int = 9, *, weights: bool = False) -> list[TokenisedRow]:
+    """Rows of two system prompts, and every fifth of none."""
+    drawn = torch.Generator().manual_seed(5)
+    rows = []
+    for number in range(n):
+        system = [] if number % 5 == 4 else SYSTEMS[number % 2]
+        own = torch.randint(3, 250, (6 + number % 4,), generator=drawn).tolist()
+        answer = torch.randint(3, 250, (3 + number % 3,), generator=drawn).tolist()
+        ids = [*system, *own, *answer]
+        labels = [IGNORED] * (len(system) + len(own)) + answer
+        weight = [0.0] * (len(system) + len(own)) + [0.5 + number % 2] * len(answer)
+        rows.append(
+            TokenisedRow(
+                f"r{number}", ids, labels, len(answer), weight if weights else None, f"s{number % 2}"
+            )
+        )
+    return rows
+
+
+@pytest.fixture
+def model(make_recipe: Any, adapted_model: Any) -> Any:
+    built = adapted_model(make_recipe())
+    for name, parameter in built.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return built
+
+
+def _step(recipe: Any, model: Any, tokenizer: Any, rows: Any) -> tuple[Any, torch.Tensor, float, int]:
+    with invariants.Bench(recipe, model, tokenizer, rows) as bench:
+        step = bench.step()
+        repeated = bench.trainer.tally.n_repeated
+        return step, bench.target_losses(), bench.trainer.evaluate()["eval_loss"], repeated
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_same_losses_and_gradients(
+    micro: int, weights: bool, dtype: torch.dtype, make_recipe: Any, model: Any, tiny_tokenizer: Any
+) -> None:
+    model.to(dtype)
+    rows, limit = _rows(weights=weights), 1e-5
+    found = {}
+    for share in (True, False):
+        recipe = make_recipe(
+            train__share_prefixes=share, train__pack_tokens=160, train__micro_batch_size=micro
+        )
+        found[share] = _step(recipe, model, tiny_tokenizer, rows)
+    (step, losses, validation, repeated), (plain, expected, apart, none) = found[True], found[False]
+    assert (repeated > 50, none) == (True, 0)
+    assert step.distance(plain) < limit
+    assert float((losses - expected).abs().max()) < limit
+    assert abs(validation - apart) < limit
+
+
+def test_the_batch_by_hand(tiny_tokenizer: Any) -> None:
+    system = SYSTEMS[0][:8]
+    pack = {
+        "input_ids": [*system, 50, 51, 52, 7, 8, *system, 53, 54, 55],
+        "labels": [*[-100] * 9, 51, 52, -100, 8, *[-100] * 9, 54, 55],
+        "seq_lengths": [11, 2, 11],
+        "rows": [4, 5, 6],
+        "weights": [*[0.0] * 9, 1.0, 1.0, 0.0, 1.0, *[0.0] * 9, 2.0, 2.0],
+    }
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from finetune.training.turn_weights import WeightedCollator
+
+    collate = WeightedCollator(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
+    batch = PrefixCollator(collate)([pack, pack])
+    one = [*system, 50, 51, 52, 7, 8, 53, 54, 55]
+    assert batch["input_ids"].tolist() == [one * 2]
+    assert batch["position_ids"].tolist() == [[*range(11), 0, 1, 8, 9, 10] * 2]
+    assert batch["labels"].tolist() == [[*[-100] * 9, 51, 52, -100, 8, -100, 54, 55] * 2]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 11, 13, 16, 27, 29, 32]
+    assert batch["branches"].tolist() == [
+        [0, 11, 0, 0], [11, 13, 11, 11], [13, 16, 0, 8],
+        [16, 27, 16, 16], [27, 29, 27, 27], [29, 32, 16, 24],
+    ]  # fmt: skip
+    assert (batch["repeated_tokens"], batch["rows"]) == (16, [4, 5, 6, 4, 5, 6])
+    assert batch["target_weights"].tolist() == [[*[0.0] * 9, 1.0, 1.0, 0.0, 1.0, 0.0, 2.0, 2.0] * 2]
+    alone = {**pack, "input_ids": list(range(200, 224))}
+    assert "branches" not in PrefixCollator(collate)([alone])
+
+
+def test_a_run_ends_in_the_same_weights_and_says_what_it_shared(train: Any, make_recipe: Any) -> None:
+    ends = {}
+    for share in (True, False):
+        recipe = make_recipe(train__share_prefixes=share, train__epochs=2, train__pack_tokens=96)
+        _, folder, model = train(recipe, name=f"share-{share}", rows=_rows(12), validation=_rows(4))
+        events = read_events(folder / "events.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+        ends[share] = (weights, [step["loss"] for step in steps], [step["tokens"] for step in steps])
+    assert torch.allclose(ends[True][0], ends[False][0], atol=1e-4)
+    assert ends[True][1] == pytest.approx(ends[False][1], abs=1e-4)
+    assert ends[True][2] == ends[False][2]  # tokens are the rows' own
+
+
+def test_where_rows_compute_their_own_beginning(
+    make_recipe: Any, adapted_model: Any, model: Any, make_tiny_model: Any
+) -> None:
+    rows = _rows()
+    assert prefixes_can_be_shared(model, make_recipe(), rows)
+    for settings in (
+        {"train__share_prefixes": False},
+        {"train__packing": False},
+        {"model__attention": "sdpa"},
+        {"adapter__dropout": 0.1},
+        {"train__model_dropout": 0.1},
+        {"train__loss": {"neftune_alpha": 5.0}},
+    ):
+        assert not prefixes_can_be_shared(model, make_recipe(**settings), rows), settings
+    assert not prefixes_can_be_shared(model, make_recipe(), [])
+    model.set_attn_implementation("sdpa")
+    assert not prefixes_can_be_shared(model, make_recipe(), rows)
+
+
+def test_models_that_cannot_are_noticed(make_recipe: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+    from finetune.model.attention import register_document_attention
+
+    register_document_attention()
+    size: dict[str, Any] = {"vocab_size": 259, "attn_implementation": "document"}
+    window = MistralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=8, **size,
+    )  # fmt: skip
+    assert not prefixes_can_be_shared(MistralForCausalLM(window), make_recipe(), _rows())
+    drops = GPT2Config(n_embd=32, n_layer=1, n_head=2, **size)  # dropout 0.1 of its own
+    assert not prefixes_can_be_shared(GPT2LMHeadModel(drops), make_recipe(), _rows())
+    still = GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **size
+    )
+    assert prefixes_can_be_shared(GPT2LMHeadModel(still), make_recipe(), _rows())
+
+
+def test_rows_are_silenced_in_their_own_part(make_recipe: Any, model: Any, tiny_tokenizer: Any) -> None:
+    rows = _rows()
+    recipe = make_recipe(train__pack_tokens=400)
+    with invariants.Bench(recipe, model, tiny_tokenizer, rows) as bench:
+        trainer = bench.trainer
+        trainer.row_ids = [row.row_id for row in rows]
+        (batch,) = list(trainer.get_train_dataloader())
+        assert "branches" in batch
+        before = int((batch["labels"] != IGNORED).sum())
+        trainer.silence([batch], frozenset({"r2", "r3"}))
+        assert before - int((batch["labels"] != IGNORED).sum()) == rows[2].n_targets + rows[3].n_targets
+
+
+def test_the_rows_of_these_tests_share_something() -> None:
+    shared = shared_beginnings([(row.input_ids, row.labels) for row in _rows()])
+    assert [length for _, length in shared] == [0, 0, 24, 12, 0, 12, 24, 12, 24]
