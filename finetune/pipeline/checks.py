@@ -99,9 +99,7 @@ def forecasts_here(
     return Forecasts(training, evaluation, again)
 
 
-def _longest_forward(
-    recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int
-) -> int:
+def _longest_forward(recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int) -> int:
     """Tokens of the longest row or pack that goes through the model; that of a full pack where it is not known."""
     train = recipe.train
     if not train.packing:

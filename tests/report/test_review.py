@@ -273,7 +273,11 @@ def _press(tab: Any, key: str) -> None:
 
 def _network(tab: Any, *, offline: bool) -> None:
     tab.send(
-        "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        "Network.emulateNetworkConditions",
+        offline=offline,
+        latency=0,
+        downloadThroughput=-1,
+        uploadThroughput=-1,
     )
 
 
