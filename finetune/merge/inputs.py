@@ -10,7 +10,7 @@ from finetune.digest import digest_file
 from finetune.errors import UserError
 from finetune.merge.adapter_file import is_adapter_folder
 from finetune.model.adapter_files import read_adapter_config, read_origin
-from finetune.model.source import ADAPTER_CONFIG, ModelSource, resolve_model
+from finetune.model.source import ADAPTER_CONFIG, ModelSource, recorded_revision, resolve_model
 from finetune.paths import read_json
 from finetune.recipe.resolve import load_recipe
 from finetune.recipe.schema import ModelSection
@@ -66,7 +66,8 @@ def resolve_inputs(
             where=ADAPTER_CONFIG,
             fix="name the base with --base",
         )
-    source = resolve_model(base or named, None if base else config.get("revision"), where="--base")
+    revision = None if base else recorded_revision(named, config.get("revision"))
+    source = resolve_model(base or named, revision, where="--base")
     if not other_base:
         _refuse_other_base(source, _recorded_digest(target, named if base else ""), named, target)
     section = ModelSection(
@@ -97,7 +98,9 @@ def _of_run(
     refuse_changed_weights(run, adapter)
     section = recipe.model
     source = resolve_model(
-        base or section.id, None if base else section.revision, trust_remote_code=section.trust_remote_code
+        base or section.id,
+        None if base else recorded_revision(section.id, section.revision),
+        trust_remote_code=section.trust_remote_code,
     )
     if not other_base:
         _refuse_other_base(source, manifest.get("inputs", {}).get("model"), section.id, run)

@@ -56,12 +56,14 @@ def resolve_model(
     trust_remote_code: bool | str = False,
     announce: Announce | None = None,
     where: str = "model.id",
+    revision_where: str = "model.revision",
 ) -> ModelSource:
     """Find a base model, fetch or convert it once if needed, and refuse what cannot be a safe base model.
 
-    `id` is `builtin:<name>`, a folder, or a hub id (then `revision` is a commit, tag or branch). `weights=False` asks
-    for configuration and tokenizer only, which is all a memory forecast needs. `trust_remote_code` is False or the
-    commit whose code may run. Raises UserError when there is no such model, or when it is an adapter, or pickle only.
+    `id` is `builtin:<name>`, a folder, or a hub id (only then `revision` may be given: a commit, tag or branch).
+    `weights=False` asks for configuration and tokenizer only, which is all a memory forecast needs. `trust_remote_code`
+    is False or the commit whose code may run. `where` and `revision_where` are the places of id and revision for faults.
+    Raises UserError when there is no such model, or when it is an adapter, or pickle only.
     """
     folder, revision = locate_model(
         id,
@@ -70,6 +72,7 @@ def resolve_model(
         trust_remote_code=trust_remote_code,
         announce=announce,
         where=where,
+        revision_where=revision_where,
     )
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     n_parameters = _count_parameters(files)
@@ -84,8 +87,10 @@ def locate_model(
     trust_remote_code: bool | str = False,
     announce: Announce | None = None,
     where: str = "model.id",
+    revision_where: str = "model.revision",
 ) -> tuple[Path, str | None]:
     """`resolve_model` without its digest, which reads every weight: the model's folder and its revision."""
+    refuse_idle_revision(id, revision, revision_where)
     if id.startswith(BUILTIN_PREFIX):
         name = id.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTIN_MODELS:
@@ -93,8 +98,8 @@ def locate_model(
                 f"no embedded model is called '{name}'", where=where, fix=did_you_mean(name, BUILTIN_MODELS)
             )
         folder, revision = convert_embedded(BUILTIN_MODELS[name], announce=announce), None
-    elif (given := Path(id).expanduser()).exists() or id.startswith((".", "/", "~")):
-        folder, revision = given.resolve(), None
+    elif _is_folder(id):
+        folder, revision = Path(id).expanduser().resolve(), None
         if not folder.is_dir():
             raise UserError(
                 f"no such model folder: {folder}",
@@ -111,6 +116,29 @@ def locate_model(
     if faults:
         raise UserError(faults)
     return folder, revision
+
+
+def refuse_idle_revision(id: str, revision: str | None, where: str) -> None:
+    """Raise UserError for a revision of a model that has none: it would be ignored, and the run seem pinned to it."""
+    if revision == recorded_revision(id, revision):
+        return
+    embedded = id.startswith(BUILTIN_PREFIX)
+    raise UserError(
+        f"revision '{revision}' says nothing about {id}",
+        where=where,
+        why=f"{'an embedded model' if embedded else 'a folder'} is used as it is; only a model of the hub has revisions",
+        fix="leave the revision out, or give the id of the model on the hub",
+    )
+
+
+def recorded_revision(id: str, revision: str | None) -> str | None:
+    """The revision that a file of an earlier run or an adapter notes beside `id`: None where `id` is no hub id today."""
+    return None if id.startswith(BUILTIN_PREFIX) or _is_folder(id) else revision
+
+
+def _is_folder(id: str) -> bool:
+    """Whether `id` means a place on this machine: it exists, or is written as a path."""
+    return Path(id).expanduser().exists() or id.startswith((".", "/", "~"))
 
 
 def require_commit(trust_remote_code: bool | str) -> str:

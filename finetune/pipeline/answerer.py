@@ -42,6 +42,7 @@ def find_answerer(
             weights=server is None,
             announce=say,
             where=where,
+            revision_where=where,
         )
         answerer = Answerer(
             digest_json({"model": base.digest, "dtype": section.dtype}),

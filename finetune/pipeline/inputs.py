@@ -12,7 +12,7 @@ from finetune.errors import Fault, UserError
 from finetune.evaluation.rewards import check_reward_suite
 from finetune.evaluation.suite import Suite, load_suite
 from finetune.evaluation.suite_data import SuiteData, load_suite_data
-from finetune.model.source import ModelSource, read_config, resolve_model
+from finetune.model.source import ModelSource, read_config, recorded_revision, resolve_model
 from finetune.paths import find_declarative, read_json
 from finetune.pipeline.manifest import FILE_NAME
 from finetune.pipeline.starts import AdapterStart, find_start, model_folder
@@ -145,7 +145,7 @@ def find_inputs(
         return lambda: load_suite(name, relative_to=beside["eval.suites"], where=loaded.where("eval.suites"))
 
     suites = [attempt(suite_named(name)) for name in recipe.eval.suites]
-    source = attempt(lambda: _find_base(loaded, beside, say))
+    source = attempt(lambda: _find_base(loaded, beside, say, of_run=folders is not None))
     start = attempt(
         lambda: find_start(recipe.adapter, beside["adapter.start"], loaded.where("adapter.start"))
     )
@@ -172,16 +172,18 @@ def find_inputs(
 
 
 def _find_base(
-    loaded: Loaded[Recipe], beside: Mapping[str, Path], say: Callable[[str], None] | None
+    loaded: Loaded[Recipe], beside: Mapping[str, Path], say: Callable[[str], None] | None, *, of_run: bool
 ) -> ModelSource:
-    """The model of `model.id`, fetched or converted if need be."""
+    """The model of `model.id`, fetched or converted if need be. `of_run`: the recipe is what a run has recorded."""
     section, where = loaded.value.model, loaded.where("model.id")
+    id = model_folder(section.id, beside["model.id"], where)
     return resolve_model(
-        model_folder(section.id, beside["model.id"], where),
-        section.revision,
+        id,
+        recorded_revision(id, section.revision) if of_run else section.revision,
         trust_remote_code=section.trust_remote_code,
         announce=say,
         where=where,
+        revision_where=loaded.where("model.revision"),
     )
 
 
@@ -215,7 +217,7 @@ def _find_teacher(
     section = recipe.distil.teacher
     if section.run is None:
         key = "distil.teacher.id"
-        return named_teacher(section, beside[key], where(key), say)
+        return named_teacher(section, beside[key], where(key), say, where("distil.teacher.revision"))
     key = "distil.teacher.run"
     folder = run_of_teacher(section, beside[key], where(key))
     beside_it = read_json(folder / FILE_NAME).get("folders", {})

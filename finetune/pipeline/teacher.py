@@ -131,7 +131,13 @@ def run_of_teacher(section: TeacherSection, folder: Path, where: str) -> Path:
     return found
 
 
-def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | None) -> Teacher:
+def named_teacher(
+    section: TeacherSection,
+    folder: Path,
+    where: str,
+    say: Say | None,
+    revision_where: str = "distil.teacher.revision",
+) -> Teacher:
     """The teacher of `teacher.id`, with `teacher.adapter` on it. `folder`: where relative paths start."""
     assert section.id is not None
     source = resolve_model(
@@ -140,6 +146,7 @@ def named_teacher(section: TeacherSection, folder: Path, where: str, say: Say | 
         weights=section.server is None,
         announce=say,
         where=where,
+        revision_where=revision_where,
     )
     if section.server is not None:
         return _served_teacher(section, section.server, source)

@@ -66,6 +66,16 @@ def test_a_run_names_base_and_quantization(tmp_path: Path, make_pair: Any) -> No
     assert resolve_inputs(run, quantize="none").quantization is None
 
 
+def test_a_revision_that_was_recorded_beside_a_folder(tmp_path: Path, make_pair: Any) -> None:
+    """Runs and adapters of the time when it was ignored, and adapters whose base was downloaded since, still merge."""
+    pair = make_pair()
+    path = pair.adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"revision": "v1"}))
+    assert resolve_inputs(pair.adapter).source.folder == pair.base
+    run = make_run(pair, tmp_path / "run", model={"revision": "v1"})
+    assert resolve_inputs(run).source.folder == pair.base
+
+
 def test_a_run_of_all_weights_has_nothing_to_merge(tmp_path: Path, make_pair: Any) -> None:
     run = make_run(make_pair(), tmp_path / "run", adapter={"kind": "none"})
     with pytest.raises(UserError, match="tuned all weights"):

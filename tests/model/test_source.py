@@ -13,7 +13,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.model import embedded
-from finetune.model.source import read_config, resolve_model, weight_files
+from finetune.model.source import read_config, recorded_revision, resolve_model, weight_files
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,32 @@ def test_missing_folder_and_missing_config(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no config\.json"):
         resolve_model(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("id", ["a folder", "builtin:smollm2-135m-instruct"])
+def test_a_revision_of_a_model_that_has_none(
+    id: str, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be ignored, and the run would seem to be pinned."""
+
+    def convert(*_: Any, **__: Any) -> Path:
+        raise AssertionError("the model is made before the revision is looked at")
+
+    monkeypatch.setattr("finetune.model.source.convert_embedded", convert)
+    id = str(tiny_model_folder) if id == "a folder" else id
+    with pytest.raises(UserError, match="revision 'v1' says nothing about") as error:
+        resolve_model(id, "v1", revision_where="r.yaml:3:3")
+    (fault,) = error.value.faults
+    assert fault.where == "r.yaml:3:3"
+    assert "leave the revision out" in fault.fix
+    assert fault.why
+
+
+def test_a_recorded_revision_counts_for_a_model_of_the_hub_only(tiny_model_folder: Path) -> None:
+    assert recorded_revision(str(tiny_model_folder), "v1") is None
+    assert recorded_revision("./gone", "v1") is None
+    assert recorded_revision("builtin:smollm2-135m-instruct", "v1") is None
+    assert recorded_revision("some-owner/no-such-model", "v1") == "v1"
 
 
 def test_a_hub_id_offline_says_what_to_do() -> None:

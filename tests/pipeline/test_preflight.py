@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
+from finetune.pipeline.inputs import gather_inputs
 
 QUICK = ("eval.max_items=4", "train.epochs=1", "eval.suites=[suite.yaml]")
 
@@ -125,6 +126,22 @@ def test_all_faults_come_at_once(project: Any, no_rows: None) -> None:
         "model.dtype",
         "model.new_tokens",
     }
+
+
+def test_a_revision_of_a_model_in_a_folder(project: Any, no_rows: None) -> None:
+    with pytest.raises(UserError, match="revision 'v1' says nothing about") as caught:
+        project.run(*QUICK, "model.revision=v1")
+    (fault,) = caught.value.faults
+    assert "model.revision" in fault.where
+    assert "leave the revision out" in fault.fix
+
+
+def test_a_revision_that_an_earlier_run_recorded_beside_a_folder(project: Any) -> None:
+    """Runs of the time when it was ignored can still be evaluated, published and learnt from."""
+    recipe = project.recipe.read_text().replace("id: tiny-model", "id: tiny-model\n  revision: v1")
+    (project.folder / "recipe.resolved.yaml").write_text(recipe)
+    inputs = gather_inputs(str(project.folder / "recipe.resolved.yaml"), folders={})
+    assert inputs.source.folder == project.folder / "tiny-model"
 
 
 def test_a_vocabulary_larger_than_the_embedding(project: Any, no_rows: None) -> None:

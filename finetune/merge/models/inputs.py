@@ -100,7 +100,7 @@ def _open(name: str) -> MergeModel:
     folder, found = (
         locate_model(name, where=name)
         if Path(name).expanduser().exists() or not revision
-        else locate_model(given, revision, where=name)
+        else locate_model(given, revision, where=name, revision_where=name)
     )
     config = read_model_json(folder / "config.json")
     if "quantization_config" in config:
