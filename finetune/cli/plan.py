@@ -52,6 +52,13 @@ OffloadOption = Annotated[Offload, typer.Option(help="What is held in the host's
 LongestOption = Annotated[
     int | None, typer.Option(min=1, help="Longest pack or row in the data; default: the recipe's limit.")
 ]
+NewTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest answer in the evaluation; default: the largest decoding.max_new_tokens of the suites.",
+    ),
+]
 TokensOption = Annotated[int | None, typer.Option(min=1, help="Tokens of one epoch; adds steps and hours.")]
 RateOption = Annotated[
     float | None, typer.Option(help="Measured tokens a second of one device; default: by --device.")
@@ -76,7 +83,7 @@ def plan_recipe(
     sharding: ShardingOption = None,
     offload: OffloadOption = "none",
     longest_pack: LongestOption = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in the evaluation.")] = 128,
+    new_tokens: NewTokensOption = None,
     train_tokens: TokensOption = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Train rows; counts steps without packing.")] = None,
     tokens_per_second: RateOption = None,
@@ -86,19 +93,12 @@ def plan_recipe(
     as_json: JsonFlag = False,
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
-    from finetune.cli.plan_page import (
-        Forecasts,
-        Plan,
-        config_of_recipe,
-        find_target,
-        plan_time,
-        refuse_unused,
-        run_probe,
-    )
+    from finetune.cli.plan_inputs import answer_tokens, config_of_recipe
+    from finetune.cli.plan_page import Forecasts, Plan, find_target, plan_time, refuse_unused, run_probe
     from finetune.cli.plan_teacher import teacher_of_recipe
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
-    from finetune.recipe.resolve import load_recipe
+    from finetune.recipe.resolve import read_recipe
 
     refuse_unused(
         train_tokens=train_tokens,
@@ -106,11 +106,12 @@ def plan_recipe(
         price_per_hour=price_per_hour,
         probe=probe,
     )
-    loaded = load_recipe(recipe, overrides or ())
-    config, teacher = config_of_recipe(loaded), teacher_of_recipe(loaded)
+    found = read_recipe(recipe, overrides or ())
+    config, teacher = config_of_recipe(found), teacher_of_recipe(found)
+    loaded, answers = found.value, answer_tokens(found, new_tokens)
     target = find_target(device, memory)
 
-    forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, new_tokens, teacher)
+    forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, answers.tokens, teacher)
     worst = forecasts.worst(loaded)
     fit = fits(worst, target.memory_bytes, loaded, forecasts.worst) if target.memory_bytes else None
     planned = forecasts.training(loaded)
@@ -119,7 +120,7 @@ def plan_recipe(
     cost = None
     if time is not None and price_per_hour is not None:
         cost = training_cost(time.seconds, price_per_hour, n_devices=devices)
-    plan = Plan(loaded, target, planned, forecasts.evaluation(loaded), fit, time, cost, probed)
+    plan = Plan(loaded, target, planned, forecasts.evaluation(loaded), answers, fit, time, cost, probed)
     emit(plan.to_dict(), plan.to_text(), as_json=as_json)
     if fit is not None and not fit.fits:
         raise typer.Exit(int(ExitCode.WILL_NOT_FIT))

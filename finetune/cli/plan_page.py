@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import UserError, did_you_mean
+from finetune.errors import UserError
 from finetune.plan.time import DeviceSpec
 from finetune.units import format_amount, format_bytes, format_count, format_duration, parse_bytes
 
 if TYPE_CHECKING:
+    from finetune.cli.plan_inputs import AnswerTokens
     from finetune.pipeline.probe import Probe
     from finetune.plan.cost import BreakEven
     from finetune.plan.fits import Fit, Suggestion
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from finetune.plan.time import TrainingTime
     from finetune.recipe.schema import Recipe
 
-_BUILTIN_PREFIX = "builtin:"
 _LEAST_MEMORY_BYTES = 1_000_000  # a number without its unit is bytes, and never meant so
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TERM_NAMES = {
@@ -51,46 +51,6 @@ class Target:
     name: str
     memory_bytes: int | None
     spec: DeviceSpec | None
-
-
-def config_of_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Of the model that is trained: that of `model.id`, with as many layers as a student that is cut from its teacher."""
-    config = config_of_model(recipe)
-    layers = recipe.distil.student.layers if recipe.distil is not None else None
-    return config if layers is None else {**config, "num_hidden_layers": len(layers)}
-
-
-def config_of_model(recipe: Recipe) -> dict[str, Any]:
-    """config.json of the recipe's model: from a table, a folder, or the hub's cache; no weights, no torch.
-
-    A folder needs nothing but config.json, so a model can be planned before it is downloaded.
-    """
-    from finetune.paths import read_json
-    from finetune.plan.builtin import BUILTIN_CONFIGS
-
-    id = recipe.model.id
-    if id.startswith(_BUILTIN_PREFIX):
-        name = id.removeprefix(_BUILTIN_PREFIX)
-        if name not in BUILTIN_CONFIGS:
-            raise UserError(
-                f"no embedded model is called '{name}'",
-                where="model.id",
-                fix=did_you_mean(name, BUILTIN_CONFIGS),
-            )
-        return BUILTIN_CONFIGS[name]
-    given = Path(id).expanduser()
-    if given.exists() or id.startswith((".", "/", "~")):
-        if not (given / "config.json").is_file():
-            raise UserError(
-                f"{given} holds no config.json",
-                where="model.id",
-                fix="name a model folder; config.json alone is enough for a plan",
-            )
-        config: dict[str, Any] = read_json(given / "config.json")
-        return config
-    from finetune.model.source import read_config, resolve_model
-
-    return read_config(resolve_model(id, recipe.model.revision, weights=False))
 
 
 def find_target(device: str | None, memory: str | None) -> Target:
@@ -247,6 +207,7 @@ class Plan:
     target: Target
     training: Forecast
     evaluation: Forecast
+    answers: AnswerTokens
     fit: Fit | None
     time: TrainingTime | None
     cost: float | None
@@ -259,6 +220,7 @@ class Plan:
             "device": self.target.name,
             "training": self.training.to_dict(),
             "evaluation": self.evaluation.to_dict(),
+            "new_tokens": asdict(self.answers),
             "peak_bytes": max(self.training.total_bytes, self.evaluation.total_bytes),
             "fit": self.fit.to_dict() if self.fit is not None else None,
             "time": asdict(self.time) if self.time is not None else None,
@@ -267,6 +229,8 @@ class Plan:
         }
 
     def to_text(self) -> str:
+        from finetune.cli.plan_inputs import answers_lines
+
         training = self.training
         lines = [
             f"{self.recipe.name}: {self.recipe.model.id}, {format_count(training.n_parameters)} parameters, "
@@ -279,6 +243,7 @@ class Plan:
             f"  evaluation ({self.evaluation.assumptions['batch']} answers at once, up to "
             f"{self.evaluation.assumptions['prompt_tokens']} + {self.evaluation.assumptions['new_tokens']} tokens, "
             f"{self.evaluation.assumptions['dtype']}): {format_bytes(self.evaluation.total_bytes)}",
+            *answers_lines(self.answers),
         ]
         if training.host_bytes:
             lines.append(f"  offloaded to the host: {format_bytes(training.host_bytes)}")
