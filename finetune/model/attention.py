@@ -25,6 +25,16 @@ from finetune.model.documents import Segment, cut_mask, find_segments, is_plain_
 from finetune.model.varlen import varlen_attention, varlen_usable
 
 ATTENTION_NAME = "document"
+# What layers of transformers' models ask for beside queries, keys, values and a mask, and torch's kernels do not compute.
+_LEFT_OUT = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap on the scores",
+}
+
+
+class AttentionLeftOutError(ValueError):
+    """A layer asks for something that attention document by document would leave out."""
 
 
 def register_document_attention() -> str:
@@ -72,16 +82,18 @@ def document_attention(
     """Causal attention in which no token sees another document; the function transformers calls in every layer.
 
     `query` [B, H, T, D]; `key`, `value` [B, K, T', D], where T' > T only while decoding from a cache; `branches`: see
-    `find_segments`. Returns [B, T, H, D] and no weights. Decoding steps, bidirectional layers, biases and soft caps go
-    to transformers' SDPA. Raises ValueError for branches of a layer that says more than 'causal', e.g. a window.
+    `find_segments`. Returns [B, T, H, D] and no weights. Decoding steps, bidirectional layers and biases go to
+    transformers' SDPA. Options that repeat what the mask says (windows, chosen keys) or ask for no other result are not
+    looked at. Raises ValueError for branches of a layer that says more than 'causal', e.g. a window, and
+    AttentionLeftOutError, a ValueError, for sinks and soft caps.
     """
+    _refuse_left_out(options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     n_rows, _, n_tokens, head_size = query.shape
     if attention_mask is None and n_tokens > 1 and key.shape[2] > n_tokens:
         # Prefill of a static cache, whose tail is still empty: with no mask only the first T keys count.
         key, value = key[:, :, :n_tokens], value[:, :, :n_tokens]
-    special = options.get("position_bias") is not None or options.get("softcap") is not None
-    if n_tokens == 1 or key.shape[2] != n_tokens or not causal or special:
+    if n_tokens == 1 or key.shape[2] != n_tokens or not causal or options.get("position_bias") is not None:
         return _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
     segments = find_segments(n_rows, n_tokens, position_ids, cu_seq_lens_q, branches)
     if attention_mask is not None:
@@ -96,6 +108,15 @@ def document_attention(
         if varlen_usable(query) and len(segments) > 1:
             return varlen_attention(query, key, value, segments, scaling), None
     return _each_by_sdpa(query, key, value, segments, dropout, scaling), None
+
+
+def _refuse_left_out(options: dict[str, Any]) -> None:
+    """Raise for an option that changes what attention computes, and that nothing here applies."""
+    for name, meaning in _LEFT_OUT.items():
+        if options.get(name) is not None:
+            raise AttentionLeftOutError(
+                f"attention document by document does not compute `{name}`: {meaning}"
+            )
 
 
 class _CpuDocuments(torch.autograd.Function):

@@ -13,6 +13,7 @@ import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from finetune.data.pair_tokens import Answer, AnsweredPrompt
 from finetune.data.tokenise import TokenisedRow
 from finetune.errors import UserError
 from finetune.model.adapters import without_adapters
-from finetune.model.attention import ATTENTION_NAME
+from finetune.model.attention import ATTENTION_NAME, AttentionLeftOutError
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 from finetune.training.branches import Pack
@@ -58,20 +59,13 @@ def refuse_state(skeleton: Any, recipe: Recipe) -> None:
 
 def require_sft_rows_apart(trainer: Any, recipe: Recipe) -> None:
     """Raise UserError when packed rows see each other, or attention is not the model's own. `trainer`: an ExactSftTrainer."""
-    settings = recipe.train.model_copy(update={"pack_tokens": 2 * (_FIRST_TOKENS + _SECOND_TOKENS)})
 
-    def score(documents: Documents) -> list[Tensor]:
-        rows = [
-            TokenisedRow(str(n), list(ids), [-100, *ids[1:]], len(ids) - 1) for n, ids in enumerate(documents)
-        ]
-        examples = list(training_dataset(rows, settings))
-        batch = trainer.data_collator(examples)
-        losses = trainer._losses(trainer.model, _on_device(batch, trainer.model), PLAIN).nll
-        order = [index for example in examples for index in example["rows"]]
-        found = dict(zip(order, losses.split([rows[index].n_targets for index in order]), strict=True))
-        return [found[index] for index in range(len(rows))]
+    def losses(batch: dict[str, Any]) -> Tensor:
+        found: Tensor = trainer._losses(trainer.model, batch, PLAIN).nll
+        return found
 
-    _require(trainer, recipe, score, packing=settings.packing, where="train.packing", fix=_NO_PACKING)
+    score = pack_score(trainer, recipe, losses)
+    _require(trainer, recipe, score, packing=recipe.train.packing, where="train.packing", fix=_NO_PACKING)
 
 
 def require_answers_apart(trainer: Any, recipe: Recipe) -> None:
@@ -94,45 +88,116 @@ def require_answers_apart(trainer: Any, recipe: Recipe) -> None:
 
 
 def _require(trainer: Any, recipe: Recipe, score: Score, *, packing: bool, where: str, fix: str) -> None:
-    """One process tries, whatever their number; the others are ended with it."""
-    model = trainer.model
-    base = without_adapters(model)
-    by_document = base.config._attn_implementation == ATTENTION_NAME
-    if not trainer.accelerator.is_main_process or not (packing or by_document):
-        return
-    wide = recipe.model.dtype == "fp32"
-    together = not wide and has_experts(base.config)
-    together = together or getattr(base, "is_loaded_in_8bit", False) or recipe.train.fp8
-    apart = _APART if wide else _APART_ROUNDED
-    first, other, second = _documents(trainer.processing_class)
-    with _looking(trainer):
-        if packing:
+    base = without_adapters(trainer.model)
+    trial = Trial(
+        base=base,
+        score=score,
+        wide=recipe.model.dtype == "fp32",
+        fp8=recipe.train.fp8,
+        where=where,
+        fix=fix,
+        attention_fix=f"set model.attention: {own_attention(base)}",
+    )
+    trial.run(trainer, packing=packing)
+
+
+def pack_score(trainer: Any, recipe: Recipe, losses: Callable[[dict[str, Any]], Tensor]) -> Score:
+    """Documents laid into packs as the trainer's rows are. `losses`: of every target of such a batch, in its order."""
+    settings = recipe.train.model_copy(update={"pack_tokens": 2 * (_FIRST_TOKENS + _SECOND_TOKENS)})
+
+    def score(documents: Documents) -> list[Tensor]:
+        rows = [
+            TokenisedRow(str(n), list(ids), [-100, *ids[1:]], len(ids) - 1) for n, ids in enumerate(documents)
+        ]
+        examples = list(training_dataset(rows, settings))
+        found = losses(_on_device(trainer.data_collator(examples), trainer.model))
+        order = [index for example in examples for index in example["rows"]]
+        parts = torch.split(found, [rows[index].n_targets for index in order])
+        by_row = dict(zip(order, parts, strict=True))
+        return [by_row[index] for index in range(len(rows))]
+
+    return score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model to be tried: `base`, below its adapters, by the losses that `score` gives.
+
+    wide: everything is computed in fp32. who, where, fix: how the faults name the model, the key and the remedy;
+    attention_where and attention_fix where it is not the packs but the attention.
+    """
+
+    base: Any
+    score: Score
+    wide: bool
+    fp8: bool = False
+    who: str = "this model"
+    where: str
+    fix: str
+    attention_where: str = "model.attention"
+    attention_fix: str
+
+    def run(self, trainer: Any, *, packing: bool) -> None:
+        """Raise UserError when documents see each other (`packing`), or when attention is not the model's own.
+
+        One process tries, whatever their number; the others are ended with it.
+        """
+        by_document = self.base.config._attn_implementation == ATTENTION_NAME
+        if not trainer.accelerator.is_main_process or not (packing or by_document):
+            return
+        documents = _documents(trainer.processing_class)
+        with _looking(trainer):
             try:
-                behind_first, behind_other = (score([ids, second])[1] for ids in (first, other))
-                alone = score([second])[0]
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise _refused(f"its layers do not take them: {_first_line(error)}", where, fix) from error
-            if _distance(behind_first, behind_other) > (_SEEN_ROUNDED if together else _SEEN):
-                raise _refused(
-                    "what it makes of a document changes with the one before it in the row", where, fix
-                )
-            if _distance(behind_first, alone) > apart:
-                raise _refused("behind another document it makes something else of a document", where, fix)
-        if by_document:
-            own = own_attention(base)
-            found = score([second])[0]
-            base.set_attn_implementation(own)
-            try:
-                expected = score([second])[0]
-            finally:
-                base.set_attn_implementation(ATTENTION_NAME)
-            if _distance(found, expected) > apart:
-                raise UserError(
-                    "attention document by document is not what this model computes",
-                    where="model.attention",
-                    why="its layers ask for more than queries, keys and values, which would be left out",
-                    fix=f"set model.attention: {own}",
-                )
+                if packing:
+                    self._try_packs(*documents)
+                if by_document:
+                    self._try_attention(documents[-1])
+            except AttentionLeftOutError as error:
+                raise self._other_attention(_first_line(error)) from error
+
+    def _try_packs(self, first: Sequence[int], other: Sequence[int], second: Sequence[int]) -> None:
+        """The same document behind two different ones, and alone."""
+        together = not self.wide and has_experts(self.base.config)
+        together = together or getattr(self.base, "is_loaded_in_8bit", False) or self.fp8
+        try:
+            behind_first, behind_other = (self.score([ids, second])[1] for ids in (first, other))
+            alone = self.score([second])[0]
+        except AttentionLeftOutError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise self._refused(f"its layers do not take them: {_first_line(error)}") from error
+        if _distance(behind_first, behind_other) > (_SEEN_ROUNDED if together else _SEEN):
+            raise self._refused("what it makes of a document changes with the one before it in the row")
+        if _distance(behind_first, alone) > self._rounding:
+            raise self._refused("behind another document it makes something else of a document")
+
+    def _try_attention(self, document: Sequence[int]) -> None:
+        """The same document attended as a pack is, and by transformers."""
+        found = self.score([document])[0]
+        self.base.set_attn_implementation(own_attention(self.base))
+        try:
+            expected = self.score([document])[0]
+        finally:
+            self.base.set_attn_implementation(ATTENTION_NAME)
+        if _distance(found, expected) > self._rounding:
+            raise self._other_attention(
+                "its layers ask for more than queries, keys and values, which would be left out"
+            )
+
+    @property
+    def _rounding(self) -> float:
+        return _APART if self.wide else _APART_ROUNDED
+
+    def _refused(self, why: str) -> UserError:
+        return _refused(why, self.where, self.fix, self.who)
+
+    def _other_attention(self, why: str) -> UserError:
+        return UserError(
+            f"attention document by document is not what {self.who} computes",
+            where=self.attention_where,
+            why=why,
+            fix=self.attention_fix,
+        )
 
 
 def own_attention(base: Any) -> str:
@@ -164,9 +229,10 @@ def _looking(trainer: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def _refused(why: str, where: str, fix: str) -> UserError:
-    what = "this model does not keep documents apart that lie in one row"
-    return UserError(what, where=where, why=why, fix=fix)
+def _refused(why: str, where: str, fix: str, who: str = "this model") -> UserError:
+    return UserError(
+        f"{who} does not keep documents apart that lie in one row", where=where, why=why, fix=fix
+    )
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

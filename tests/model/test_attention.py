@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 from finetune.model import attention
@@ -380,6 +384,47 @@ def test_masks_that_say_more_than_causal_are_dense() -> None:
     mask = document_mask(**size, mask_function=sliding, local_size=2)
     assert mask is not None
     assert mask[0, 0].sum() == 11
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks", "softcap"])
+@pytest.mark.parametrize("n_tokens", [6, 1])
+def test_what_the_kernels_leave_out_is_refused_by_name(name: str, n_tokens: int) -> None:
+    """Sinks would fall away without a word, and a model of that name would be another one."""
+    query = torch.randn(1, 4, n_tokens, 8)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        document_attention(torch.nn.Module(), query, query, query, None, **{name: torch.zeros(4)})
+    output, _ = document_attention(torch.nn.Module(), query, query, query, None, **{name: None})
+    assert output.shape == (1, n_tokens, 4, 8)
+
+
+def test_every_option_of_transformers_layers_is_known() -> None:
+    """What a layer passes beside queries, keys and values is computed, refused, or known to change nothing."""
+    computed = set(inspect.signature(document_attention).parameters) | {"position_bias"}
+    harmless = {
+        "cu_seq_lens_k",  # the offsets of the keys, which are those of the queries
+        "max_length_q",
+        "max_length_k",  # sizes that other kernels allocate by
+        "sliding_window",  # the mask says it too
+        "indices",
+        "block_indices",  # keys that were chosen: the mask has them
+        "output_attentions",  # asks for weights, which SDPA does not give either
+        "deterministic",  # of a kernel on GPUs
+    }
+    models = Path(transformers.__file__).parent / "models"
+    passed: dict[str, str] = {}
+    for path in sorted(models.glob("*/modeling_*.py")):
+        for call in re.finditer(r"attention_interface\(\n((?: {12}.*\n)+) {8}\)", path.read_text()):
+            names = re.findall(r"^ {12}(\w+)=", call[1], re.MULTILINE)
+            passed |= dict.fromkeys(names, path.stem)
+    assert {"s_aux", "softcap", "sliding_window", "scaling"} <= passed.keys(), (
+        "the layers are read as they are written"
+    )
+    unknown = {
+        name: where
+        for name, where in passed.items()
+        if name not in computed | harmless | attention._LEFT_OUT.keys()
+    }
+    assert not unknown, "new options: does document_attention compute them?"
 
 
 def test_additive_masks_are_cut_too() -> None:

@@ -88,6 +88,20 @@ def test_an_attention_that_leaves_out_a_part_of_the_model_is_refused(make_recipe
     assert result.steps == 1
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_sinks_are_not_left_out(packing: bool, make_recipe: Any, train: Any) -> None:
+    """GPT-OSS attends by sinks as well, which no kernel of torch's knows."""
+    model = build("GptOss")
+    model.set_attn_implementation("document")
+    recipe = make_recipe(adapter__kind="none", train__max_steps=1, train__packing=packing)
+    with pytest.raises(UserError, match="is not what this model computes") as caught:
+        train(recipe, model=lambda recipe: model)
+    (fault,) = caught.value.faults
+    assert fault.where == "model.attention"
+    assert "`s_aux`: attention sinks" in fault.why
+    assert fault.fix == "set model.attention: eager"
+
+
 @pytest.mark.parametrize("kind", ["Mamba", "Bloom"])
 def test_answers_that_would_see_each_other_are_not_compared(
     kind: str, make_recipe: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
