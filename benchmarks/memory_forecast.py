@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Case:
     answers: tuple[int, int, int] | None = (
         None  # generation instead of training: batch, prompt tokens, new tokens
     )
+    run: str | None = None  # a whole `finetune run` of this shipped recipe, with what it says of itself
 
 
 @dataclass
@@ -114,6 +116,7 @@ CASES = (
     Case("answers 32 x (256 + 32), fp32", {}, answers=(32, 256, 32)),
     Case("answers 64 x (512 + 16), fp32", {}, answers=(64, 512, 16)),
     Case("answers 32 x (512 + 16), bf16", {"eval": {"dtype": "bf16"}}, answers=(32, 512, 16)),
+    Case("whole run of sft/home_intents_lora", {}, run="sft/home_intents_lora"),
 )
 
 
@@ -168,8 +171,21 @@ def measure_answers(case: Case) -> Result:
     return _result(case, forecast, peak, 0.0)
 
 
+def measure_run(case: Case) -> Result:
+    """Every step of a shipped recipe behind its baseline, on few items: what the run forecast, and what it then used."""
+    assert case.run is not None
+    with tempfile.TemporaryDirectory() as folder:
+        program = "from finetune.cli.main import main; main()"
+        command = [sys.executable, "-c", program, "run", case.run, "--set", "eval.max_items=16"]
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"FINETUNE_RUNS": folder})
+        (said,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/forecast.json"))
+    terms = {name: size for name, size in said["terms_bytes"].items() if size}
+    return Result(case.name, said["total_bytes"], said["used_peak_bytes"], terms)
+
+
 def measure(case: Case, steps: int) -> Result:
     """Train in this process, as the pipeline does, and read the peak. Called in a fresh process."""
+    import finetune.pipeline.run  # noqa: F401  a run has all of this loaded
     from finetune.model.adapters import attach_adapter
     from finetune.model.load import load_model, load_tokenizer
     from finetune.model.source import read_config, resolve_model
@@ -342,7 +358,10 @@ def main() -> None:
     if arguments.child:
         limit_kernel_caches()  # as the command line does
         case = by_name[arguments.child]
-        result = measure(case, arguments.steps) if case.answers is None else measure_answers(case)
+        if case.run is not None:
+            result = measure_run(case)
+        else:
+            result = measure(case, arguments.steps) if case.answers is None else measure_answers(case)
         print(json.dumps(asdict(result)))
         return
     results = []
