@@ -10,10 +10,11 @@ from finetune.data.tokenise import TokenisedRow
 from finetune.digest import digest_json
 from finetune.distil.aligned.teaching import AlignedRows, align_rows
 from finetune.distil.aligned.token_bytes import TokenBytes
+from finetune.distil.apart import computes_over_packs, refuse_teacher_state
 from finetune.distil.cache.write import coding_of
 from finetune.distil.trainer import shared_vocabulary
 from finetune.errors import UserError
-from finetune.model.load import check_context
+from finetune.model.load import check_context, model_skeleton
 from finetune.pipeline.before import tokenizer_before
 
 if TYPE_CHECKING:
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 
 def check_teacher(inputs: RunInputs) -> None:
     """Raise UserError for a teacher that cannot teach this student, before rows are read or a weight is loaded: other tokens
-    than the recipe says, a context shorter than its rows, a top k above its vocabulary."""
+    than the recipe says, a context shorter than its rows, a top k above its vocabulary, layers that carry a state through
+    the packs it is run on."""
     section, teacher = inputs.recipe.distil, inputs.teacher
     if section is None or teacher is None or section.way == "answers":
         return
+    if teacher.server is None and computes_over_packs(inputs.recipe):
+        refuse_teacher_state(
+            model_skeleton(teacher.source, teacher.quantization.trust_remote_code), inputs.recipe
+        )
     student, own = tokenizer_before(inputs), teacher.load_tokenizer()
     if section.alignment == "tokens":
         n_vocabulary = shared_vocabulary(student, own)

@@ -40,6 +40,7 @@ _FIRST_TOKENS, _SECOND_TOKENS, _PROMPT_TOKENS = 40, 24, 8
 _SEEN, _SEEN_ROUNDED = 1e-6, 5e-2
 # In a row of another length products are rounded at other places; in half precision that is some hundredths of a nat.
 _APART, _APART_ROUNDED = 1e-3, 0.2
+STATE = "its layers carry a state from token to token"
 _NO_PACKING = "set train.packing: false"
 _OTHER_MODEL = (
     "choose a model whose layers attend and carry no state, or tune this one with train.method: sft and "
@@ -50,11 +51,18 @@ _OTHER_MODEL = (
 def refuse_state(skeleton: Any, recipe: Recipe) -> None:
     """Raise UserError where it is known without weights: layers that carry a state from token to token and cannot reset it."""
     compares = recipe.train.method in PREFERENCE_METHODS
-    resets = importlib.util.find_spec("causal_conv1d") is not None and not compares
-    if not getattr(skeleton, "_is_stateful", False) or resets or not (compares or recipe.train.packing):
+    if not carries_state(skeleton, resets=not compares) or not (compares or recipe.train.packing):
         return
     where, fix = ("train.method", _OTHER_MODEL) if compares else ("train.packing", _NO_PACKING)
-    raise _refused("its layers carry a state from token to token", where, fix)
+    raise rows_seen(STATE, where, fix)
+
+
+def carries_state(skeleton: Any, *, resets: bool = True) -> bool:
+    """Whether a model's layers carry a state through a pack: they have one, and no kernel that begins it anew (`resets`: that
+    would do)."""
+    if not getattr(skeleton, "_is_stateful", False):
+        return False
+    return not (resets and importlib.util.find_spec("causal_conv1d") is not None)
 
 
 def require_sft_rows_apart(trainer: Any, recipe: Recipe) -> None:
@@ -81,7 +89,7 @@ def require_answers_apart(trainer: Any, recipe: Recipe) -> None:
             for n, ids in enumerate(documents)
         ]
         batch = trainer.data_collator([Pack(examples)])
-        found = trainer.score(trainer.model, _on_device(batch, trainer.model))
+        found = trainer.score(trainer.model, on_device(batch, trainer.model))
         return [row[:length] for row, length in zip(found.by_target, found.lengths.tolist(), strict=True)]
 
     _require(trainer, recipe, score, packing=True, where="train.method", fix=_OTHER_MODEL)
@@ -110,7 +118,7 @@ def pack_score(trainer: Any, recipe: Recipe, losses: Callable[[dict[str, Any]], 
             TokenisedRow(str(n), list(ids), [-100, *ids[1:]], len(ids) - 1) for n, ids in enumerate(documents)
         ]
         examples = list(training_dataset(rows, settings))
-        found = losses(_on_device(trainer.data_collator(examples), trainer.model))
+        found = losses(on_device(trainer.data_collator(examples), trainer.model))
         order = [index for example in examples for index in example["rows"]]
         parts = torch.split(found, [rows[index].n_targets for index in order])
         by_row = dict(zip(order, parts, strict=True))
@@ -189,7 +197,7 @@ class Trial:
         return _APART if self.wide else _APART_ROUNDED
 
     def _refused(self, why: str) -> UserError:
-        return _refused(why, self.where, self.fix, self.who)
+        return rows_seen(why, self.where, self.fix, self.who)
 
     def _other_attention(self, why: str) -> UserError:
         return UserError(
@@ -229,7 +237,7 @@ def _looking(trainer: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def _refused(why: str, where: str, fix: str, who: str = "this model") -> UserError:
+def rows_seen(why: str, where: str, fix: str, who: str = "this model") -> UserError:
     return UserError(
         f"{who} does not keep documents apart that lie in one row", where=where, why=why, fix=fix
     )
@@ -240,7 +248,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().mean())
 
 
-def _on_device(batch: dict[str, Any], model: Any) -> dict[str, Any]:
+def on_device(batch: dict[str, Any], model: Any) -> dict[str, Any]:
     device = next(model.parameters()).device  # sharded models are not yet on the trainer's
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
