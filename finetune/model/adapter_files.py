@@ -41,6 +41,9 @@ NEEDED_KEYS: dict[str, tuple[str, ...]] = {
     "PROMPT_TUNING": ("num_virtual_tokens",),
     "PREFIX_TUNING": ("num_virtual_tokens", "num_layers", "token_dim"),
 }
+# PEFT puts a form beside an adapter in which nothing is filled in but the base's place on this machine. `finetune export`
+# writes a card that says what is known.
+EMPTY_CARD = "README.md"
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
@@ -69,6 +72,7 @@ def save_adapter(
                 save_embedding_layers=_was_resized(model, source),
                 state_dict=weights,
             )
+            (part / EMPTY_CARD).unlink(missing_ok=True)
             _sort_configuration(part / ADAPTER_CONFIG)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(part))

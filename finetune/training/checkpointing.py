@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from finetune.model.adapter_files import EMPTY_CARD
 from finetune.recipe.train_section import TrainSection
 from finetune.training.checkpoints import (
     checkpoint_step,
@@ -76,7 +77,8 @@ class CheckpointingTrainer(Trainer):
                 self.processing_class.save_pretrained(str(folder))
                 return
             self._save(str(folder), state_dict=weights)
-        (folder / "training_args.bin").unlink(missing_ok=True)
+        for name in ("training_args.bin", EMPTY_CARD):
+            (folder / name).unlink(missing_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Every trained weight, or an UnusableCheckpointError: transformers and PEFT load what fits, and warn at most."""
