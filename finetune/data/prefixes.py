@@ -7,7 +7,7 @@ the second one can go on from the first one's (`model/documents.py`): the same l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from finetune.data.packing import pack
 from finetune.data.row_tokens import IGNORED, TokenisedRow
@@ -22,25 +22,80 @@ def shared_beginnings(rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[int, int]]:
     """For each row of a pack, (input_ids, labels): the row before it whose beginning it has, and for how many tokens.
 
     (its own place, 0) for a row that begins on its own. All targets of a row stay in its own part, with one token or more
-    before the first of them.
+    before the first of them. A row goes on only from one that begins on its own.
     """
-    found: list[tuple[int, int]] = []
-    whole: list[int] = []  # rows that begin on their own
-    for place, (ids, labels) in enumerate(rows):
-        limit = max(_first_target(labels) - 1, 0)
-        known = [(common_length(ids, rows[other][0], limit), -other) for other in whole]
-        length, other = max(known, default=(0, 0))
-        if length < FEWEST_TOKENS:
-            whole.append(place)
-            length, other = 0, -place
-        found.append((-other, length))
+    found = [(place, 0) for place in range(len(rows))]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for place, (ids, _) in enumerate(rows):
+        alike.setdefault(tuple(ids[:FEWEST_TOKENS]), []).append(place)
+    for places in alike.values():
+        if len(places) > 1:
+            for place, shared in zip(places, _among([rows[place] for place in places]), strict=True):
+                found[place] = (places[shared[0]], shared[1])
     return found
 
 
-def common_length(one: Ids, other: Ids, limit: int) -> int:
-    """Tokens that both begin with, at most `limit`."""
-    pairs = itertools.islice(zip(one, other, strict=False), limit)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _among(rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[int, int]]:
+    """`shared_beginnings` of rows that all begin alike.
+
+    A row that could go on from another one begins on its own all the same where that saves those behind it more tokens than it
+    costs: two system prompts whose first sentence is the same.
+    """
+    ids = [row_ids for row_ids, _ in rows]
+    limits = [max(_first_target(labels) - 1, 0) for _, labels in rows]
+    neighbours = _Neighbours(ids)
+    best = [(place, 0) for place in range(len(rows))]
+    for place in range(len(rows)):
+        _, length = best[place]
+        saved = sum(
+            max(min(common, limits[other]) - best[other][1], 0)
+            for other, common in neighbours.of(place, more_than=length)
+            if other > place
+        )
+        if length and saved <= length:
+            continue
+        best[place] = (place, 0)
+        for other, common in neighbours.of(place, more_than=FEWEST_TOKENS - 1):
+            usable = min(common, limits[other])
+            if other > place and usable >= FEWEST_TOKENS and usable > best[other][1]:
+                best[other] = (place, usable)
+    return best
+
+
+class _Neighbours:
+    """Which rows have how much in common with a row, from sorted rows: what two have is the least between any two that lie
+    between them."""
+
+    def __init__(self, ids: Sequence[Ids]) -> None:
+        self._order = sorted(range(len(ids)), key=lambda place: tuple(ids[place]))
+        self._rank = {place: rank for rank, place in enumerate(self._order)}
+        pairs = itertools.pairwise(self._order)
+        self._common = [0, *(common_length(ids[one], ids[other]) for one, other in pairs), 0]
+
+    def of(self, place: int, *, more_than: int) -> Iterator[tuple[int, int]]:
+        """(row, tokens that it begins with like row `place`), of all that have more than so many."""
+        rank, common = self._rank[place], self._common
+        for ranks, gaps in (
+            (range(rank - 1, -1, -1), range(rank, -1, -1)),
+            (range(rank + 1, len(self._order)), range(rank + 1, len(self._order))),
+        ):
+            least = itertools.accumulate((common[gap] for gap in gaps), min)
+            for other, length in zip(ranks, least, strict=False):
+                if length <= more_than:
+                    break
+                yield self._order[other], length
+
+
+def common_length(one: Ids, other: Ids) -> int:
+    """Tokens that both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def computed_tokens(rows: Sequence[TokenisedRow]) -> int:

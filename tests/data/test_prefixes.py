@@ -22,6 +22,13 @@ def _pack(rows: list[TokenisedRow]) -> list[tuple[list[int], list[int]]]:
     return [(row.input_ids, row.labels) for row in rows]
 
 
+def _alike(one: list[int], other: list[int]) -> int:
+    n = 0
+    while n < min(len(one), len(other)) and one[n] == other[n]:
+        n += 1
+    return n
+
+
 def test_a_system_prompt_is_computed_by_the_first_row_that_has_it() -> None:
     rows = [_row([*SYSTEM, n, n + 1, n + 2, n + 3], 22) for n in (1, 11, 21)]
     assert shared_beginnings(_pack(rows)) == [(0, 0), (0, 20), (0, 20)]
@@ -37,6 +44,20 @@ def test_two_system_prompts_among_each_other() -> None:
         _row([*other, 4, 5, 6], 32),
     ]
     assert shared_beginnings(_pack(rows)) == [(0, 0), (1, 0), (0, 20), (1, 30)]
+
+
+def test_prompts_whose_first_sentence_is_the_same_are_each_computed_once() -> None:
+    prompts = [[*SYSTEM, *range(start, start + 30)] for start in (200, 300, 400)]
+    rows = [_row([*prompts[n % 3], n + 1, n + 2, n + 3], 52) for n in range(9)]
+    assert shared_beginnings(_pack(rows)) == [(0, 0), (1, 0), (2, 0), *((n % 3, 50) for n in range(3, 9))]
+    # With a single row of a second prompt, computing all of that anew would save nobody anything.
+    assert shared_beginnings(_pack([rows[n] for n in (0, 3, 1, 6)])) == [(0, 0), (0, 50), (0, 20), (0, 50)]
+
+
+def test_rows_of_which_another_is_the_beginning() -> None:
+    rows = [_row([*SYSTEM, *range(1, n)], 17 + n) for n in (4, 6, 8)]
+    assert shared_beginnings(_pack(rows)) == [(0, 0), (0, 22), (0, 23)]
+    assert shared_beginnings(_pack(rows[::-1])) == [(0, 0), (0, 22), (0, 20)]
 
 
 def test_targets_and_the_token_before_the_first_of_them_stay_with_their_row() -> None:
@@ -66,12 +87,19 @@ def test_every_row_can_be_put_together_again(seed: int) -> None:
     for _ in range(draw.randint(1, 12)):
         ids = [draw.choice((1, 1, 1, 2)) for _ in range(draw.randint(2, 40))]
         rows.append(_row(ids, draw.randint(0, len(ids) - 1)))
-    for place, (other, length) in enumerate(shared_beginnings(_pack(rows))):
+    found = shared_beginnings(_pack(rows))
+    for place, (other, length) in enumerate(found):
         row = rows[place]
         assert other <= place and (length == 0) == (other == place)
         assert rows[other].input_ids[:length] == row.input_ids[:length]
         assert all(label == IGNORED for label in row.labels[: length + 1]) or not length
         assert length < len(row.input_ids)
+        assert not length or found[other] == (other, 0)
+        limit = max(next(n for n, label in enumerate(row.labels) if label != IGNORED) - 1, 0)
+        whole = [earlier for earlier in range(place) if found[earlier][1] == 0]
+        usable = [_alike(rows[other].input_ids, row.input_ids[:limit]) for other in whole]
+        most = max(usable, default=0)
+        assert length == 0 or length == most >= FEWEST_TOKENS
 
 
 def test_the_longest_pack_as_it_is_computed() -> None:
