@@ -33,6 +33,7 @@ from finetune.evaluation.records import (
 from finetune.evaluation.scoring import check_references, score_records, summarise_arm
 from finetune.evaluation.slicing import check_slices
 from finetune.evaluation.suite import Suite
+from finetune.evaluation.suite_data import check_units
 from finetune.telemetry.progress import Progress
 
 
@@ -163,13 +164,7 @@ def prepare_arm(
         )
     refuse_duplicates([item.id for item in items], f"suite {suite.name}")
     check_slices(suite, items)
-    if suite.task == "text" and len({item.cluster for item in items}) < 2:
-        raise UserError(
-            "the texts of the suite share one cluster" if len(items) > 1 else "the suite has one text",
-            where=f"suite {suite.name}",
-            why="a likelihood is not confined to a range, so one unit gives no margin of error",
-            fix="add texts, or set cluster: null if they are independent",
-        )
+    check_units(suite, items)
     if suite.task == "generate":
         check_references(suite, items)
     elif suite.task == "choice":

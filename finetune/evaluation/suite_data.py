@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from finetune.paths import find_declarative, read_jsonl
 
 _FAULTS_SHOWN = 5  # of items made of columns: there one fault is usually that of all
 _LINES_SHOWN = 50
+NO_MARGIN = "a likelihood is not confined to a range, so one unit gives no margin of error"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,21 @@ def load_suite_data(
             fix="name another split or file under items:",
         )
     return SuiteData(suite, tuple(items[:max_items]), tuple(_shown_rows(suite, spec, builds_root)))
+
+
+def check_units(suite: Suite, items: Sequence[Item], *, max_items: int | None = None) -> None:
+    """Raise UserError for a likelihood of texts that would have no margin of error. max_items: what cut the items."""
+    if suite.task != "text" or len({item.cluster for item in items}) >= 2:
+        return
+    cut = max_items is not None and len(items) == max_items
+    raise UserError(
+        "the texts of the suite share one cluster" if len(items) > 1 else "the suite has one text",
+        where=f"suite {suite.name}",
+        why=NO_MARGIN,
+        fix="raise eval.max_items, or leave it out"
+        if cut
+        else "add texts, or set cluster: null if they are independent",
+    )
 
 
 def shows_rows_of(suite: Suite, dataset_spec: Path) -> bool:

@@ -11,7 +11,7 @@ from finetune.digest import digest_json
 from finetune.errors import Fault, UserError
 from finetune.evaluation.rewards import check_reward_suite
 from finetune.evaluation.suite import Suite, load_suite
-from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.evaluation.suite_data import NO_MARGIN, SuiteData, check_units, load_suite_data
 from finetune.model.source import ModelSource, read_config, recorded_revision, resolve_model
 from finetune.paths import find_declarative, read_json
 from finetune.pipeline.manifest import FILE_NAME
@@ -58,8 +58,14 @@ class RunInputs:
         return digest_json(content)
 
     def data_of(self, suite: Suite) -> SuiteData:
-        """Items and examples of a suite, over the recipe's dataset and at most as many items as it asks for."""
-        return load_suite_data(suite, dataset_spec=self.spec_path, max_items=self.recipe.eval.max_items)
+        """Items and examples of a suite, over the recipe's dataset and at most as many items as it asks for.
+
+        Raises UserError for texts that are too few, or too much alike, for a margin of error.
+        """
+        n = self.recipe.eval.max_items
+        data = load_suite_data(suite, dataset_spec=self.spec_path, max_items=n)
+        check_units(suite, data.items, max_items=n)
+        return data
 
     @property
     def folder_name(self) -> str:
@@ -228,6 +234,15 @@ def _find_teacher(
 def _suite_faults(suite: Suite, recipe: Recipe) -> list[Fault]:
     """What of a suite does not go with the recipe."""
     faults = _missing_arms(suite, recipe)
+    if suite.task == "text" and recipe.eval.max_items == 1:
+        faults.append(
+            Fault(
+                f"eval.max_items leaves one text of suite {suite.name}",
+                where="eval.max_items",
+                why=NO_MARGIN,
+                fix="set eval.max_items to 2 or more, or leave it out",
+            )
+        )
     if recipe.train.method == "reward":
         try:
             check_reward_suite(suite)

@@ -24,7 +24,7 @@ from finetune.doctor.tokens import check_refused
 from finetune.errors import UserError
 from finetune.evaluation.records import read_records
 from finetune.evaluation.suite import Suite
-from finetune.evaluation.suite_data import SuiteData, load_suite_data
+from finetune.evaluation.suite_data import SuiteData, check_units, load_suite_data
 from finetune.model.new_tokens import NewTokens
 from finetune.paths import runs_root
 from finetune.pipeline.alignment import check_teacher
@@ -147,7 +147,10 @@ def _suites(notes: _Notes, found: FoundInputs) -> list[SuiteData]:
     """The items of every suite that has some."""
 
     def read(suite: Suite) -> SuiteData:
-        return load_suite_data(suite, dataset_spec=found.spec_path, max_items=found.recipe.eval.max_items)
+        n = found.recipe.eval.max_items
+        data = load_suite_data(suite, dataset_spec=found.spec_path, max_items=n)
+        check_units(suite, data.items, max_items=n)
+        return data
 
     read_ones = [
         notes.attempt("suite", f"items of {suite.name}", partial(read, suite)) for suite in found.suites

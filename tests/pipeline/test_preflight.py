@@ -144,6 +144,46 @@ def test_a_revision_that_an_earlier_run_recorded_beside_a_folder(project: Any) -
     assert inputs.source.folder == project.folder / "tiny-model"
 
 
+TEXTS = """\
+suite: 1
+name: texts
+task: text
+role: forgetting
+items: {jsonl: texts.jsonl}
+scorers: [nll_per_token]
+primary_metric: nll_per_token
+margin: 0.05
+"""
+
+
+def add_texts(project: Any, cluster: str = "") -> tuple[str, ...]:
+    """A suite of three texts beside the project's own; the overrides that run it."""
+    (project.folder / "texts.yaml").write_text(TEXTS + cluster)
+    lines = [{"id": str(n), "reference": f"text {n}", "tags": {"author": "one"}} for n in range(3)]
+    (project.folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "train.epochs=1", "eval.suites=[suite.yaml, texts.yaml]"
+
+
+def test_one_text_that_is_left_has_no_margin(project: Any, no_rows: None) -> None:
+    with pytest.raises(UserError, match="leaves one text of suite texts") as caught:
+        project.run(*add_texts(project), "eval.max_items=1")
+    (fault,) = caught.value.faults
+    assert fault.where == "eval.max_items"
+    assert "2 or more" in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"), [(("eval.max_items=2",), "raise eval.max_items"), ((), "cluster: null")]
+)
+def test_texts_of_one_cluster_are_told_before_any_suite_is_answered(
+    overrides: tuple[str, ...], fix: str, project: Any
+) -> None:
+    with pytest.raises(UserError, match="share one cluster") as caught:
+        project.run(*add_texts(project, "cluster: author\n"), *overrides)
+    assert fix in caught.value.faults[0].fix
+    assert not any("baseline" in line for line in project.said)
+
+
 def test_a_vocabulary_larger_than_the_embedding(project: Any, no_rows: None) -> None:
     from transformers import AutoTokenizer
 
