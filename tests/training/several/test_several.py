@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from finetune.digest import digest_folder
 from finetune.telemetry.events import read_events
 
+# The first test waits for every group of processes of the module, each of which loads torch anew.
+pytestmark = pytest.mark.timeout(1800)
 WORKER = Path(__file__).with_name("worker.py")
-
-
 SAME = ["curve", "packed", "one_pack", "preference", "full", "ramp", "preference_ramp", "best"]
 
 
