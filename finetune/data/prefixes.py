@@ -43,22 +43,28 @@ def _among(rows: Sequence[tuple[Ids, Ids]]) -> list[tuple[int, int]]:
     """
     ids = [row_ids for row_ids, _ in rows]
     limits = [max(_first_target(labels) - 1, 0) for _, labels in rows]
-    neighbours = _Neighbours(ids)
     best = [(place, 0) for place in range(len(rows))]
+    if max(limits) < FEWEST_TOKENS:  # texts, of which every token is learnt
+        return best
+    neighbours = _Neighbours(ids)
+
+    def behind(place: int, more_than: int) -> Iterator[tuple[int, int]]:
+        """Rows to come that can have more than so many tokens from row `place`, and how many."""
+        alike = neighbours.of(place, more_than=more_than)
+        usable = ((other, min(common, limits[other])) for other, common in alike if other > place)
+        return ((other, length) for other, length in usable if length > more_than)
+
     for place in range(len(rows)):
         _, length = best[place]
-        saved = sum(
-            max(min(common, limits[other]) - best[other][1], 0)
-            for other, common in neighbours.of(place, more_than=length)
-            if other > place
-        )
-        if length and saved <= length:
-            continue
+        if length:
+            saved = (max(tokens - best[other][1], 0) for other, tokens in behind(place, length))
+            if sum(saved) <= length:
+                continue
         best[place] = (place, 0)
-        for other, common in neighbours.of(place, more_than=FEWEST_TOKENS - 1):
-            usable = min(common, limits[other])
-            if other > place and usable >= FEWEST_TOKENS and usable > best[other][1]:
-                best[other] = (place, usable)
+        # What a row has in common with this one up to there, it has with the one that this would have gone on from.
+        for other, tokens in behind(place, max(length, FEWEST_TOKENS - 1)):
+            if tokens > best[other][1]:
+                best[other] = (place, tokens)
     return best
 
 
