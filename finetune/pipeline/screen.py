@@ -30,7 +30,7 @@ def last_screen(folder: Path, comparison: dict[str, Any], report: Path) -> str:
     return "\n".join(
         [
             f"rows     {_rows(read_json(folder / 'data' / 'manifest.json'))}",
-            f"memory   {_memory(read_json(folder / 'forecast.json'))}",
+            *_memory_lines(read_json(folder / "forecast.json")),
             f"effect   {_effect(comparison)}",
             *_format(comparison),
             *_stopped(comparison),
@@ -95,9 +95,18 @@ def _rows(manifest: dict[str, Any]) -> str:
     )
 
 
+def _memory_lines(forecast: dict[str, Any]) -> list[str]:
+    """The forecast of the training, and that of the evaluation where one ran in this process, beside what was used."""
+    lines = [f"memory   {_memory(forecast)}"]
+    evaluation = forecast.get("evaluation")
+    if evaluation and evaluation.get("used_peak_bytes"):
+        lines.append(f"         evaluation: {_memory(evaluation)}")
+    return lines
+
+
 def _memory(forecast: dict[str, Any]) -> str:
     used = forecast.get("used_peak_bytes")
-    if not forecast["total_bytes"]:
+    if not forecast.get("total_bytes"):
         return (
             f"no forecast for this model, used {format_bytes(used)}" if used else "no forecast for this model"
         )

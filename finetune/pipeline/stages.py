@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -247,14 +248,15 @@ def baseline_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
                 job = prepare_arm(
                     context.tokenizer, data.suite, data.items, arm=arm, few_shot=data.few_shot_rows, key=key
                 )
-                fetch_baseline(
-                    job,
-                    target,
-                    model_key=key,
-                    model=model,
-                    batch_size=recipe.eval.batch_size,
-                    say=context.say,
-                )
+                with _evaluation_peak(context):
+                    fetch_baseline(
+                        job,
+                        target,
+                        model_key=key,
+                        model=model,
+                        batch_size=recipe.eval.batch_size,
+                        say=context.say,
+                    )
                 outputs += [records_path(target, arm), summary_path(target, arm)]
 
         context.stage(
@@ -362,26 +364,41 @@ def tuned_stage(context: RunContext, suites: Sequence[SuiteData]) -> None:
             }
 
         def work(outputs: list[Path], data: SuiteData = data, against: str = against) -> None:
-            model, adapter_digest = load_proven(context, data)
             target = context.folder / "eval" / data.suite.name
-            evaluate_arm(
-                model,
-                context.tuned.tokenizer,
-                data.suite,
-                data.items,
-                arm="tuned",
-                batch_size=recipe.eval.batch_size,
-                out_folder=target,
-                key=digest_json({"trained": trained, "dtype": recipe.eval.dtype}),
-                adapter_sha256=adapter_digest,
-                baseline=read_records(context.folder / "baseline" / data.suite.name, against),
-            )
+            with _evaluation_peak(context):
+                model, adapter_digest = load_proven(context, data)
+                evaluate_arm(
+                    model,
+                    context.tuned.tokenizer,
+                    data.suite,
+                    data.items,
+                    arm="tuned",
+                    batch_size=recipe.eval.batch_size,
+                    out_folder=target,
+                    key=digest_json({"trained": trained, "dtype": recipe.eval.dtype}),
+                    adapter_sha256=adapter_digest,
+                    baseline=read_records(context.folder / "baseline" / data.suite.name, against),
+                )
             outputs += [target / "tuned.jsonl", target / "tuned.summary.json"]
 
         name = data.suite.name
         context.stage(
             f"evaluate {name}", depends_on, work, f"evaluate: {name}, {len(data.items)} items, tuned"
         )
+
+
+@contextmanager
+def _evaluation_peak(context: RunContext) -> Iterator[None]:
+    """Write what an evaluation used beside its forecast: the highest of all arms and suites of this run."""
+    release_memory()  # what training left would otherwise lie beside the model that is loaded now
+    reset_peak_memory()
+    yield
+    path = context.folder / "forecast.json"
+    forecast = read_json(path)
+    evaluation = forecast.setdefault("evaluation", dict(NOT_FORECAST))
+    evaluation["used_peak_bytes"] = max(evaluation["used_peak_bytes"] or 0, peak_memory_bytes())
+    evaluation["basis"] = memory_basis()
+    write_json(path, forecast)
 
 
 def load_proven(context: RunContext, data: SuiteData) -> tuple[Any, str]:
