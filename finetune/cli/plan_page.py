@@ -114,6 +114,7 @@ class Forecasts:
             self.new_tokens,
             recipe.eval.dtype,
             device=self.target.kind,
+            behind_training=recipe.model.dtype != "fp32",
         )
 
     def worst(self, recipe: Recipe) -> Forecast:

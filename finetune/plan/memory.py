@@ -114,12 +114,14 @@ def forecast_generation(
     quantize: Quantization = "none",
     double_quantization: bool = True,
     distinct_lengths: int | None = None,
+    behind_training: bool = False,
 ) -> Forecast:
     """Peak of generating up to `new_tokens` after prompts of up to `prompt_tokens`, `batch` sequences at a time.
 
     `dtype` is 'fp32', 'bf16' or 'fp16', of weights and cache. `adapter_parameters` are held in fp32 beside the base. The
     worst moment is when the last free slots are filled: every slot has its keys and values, and prompts are read, as many
-    at once as the decoder lets in. `distinct_lengths` of prompts: see `forecast_training`. Tokens that all prompts begin with are held once, so the forecast is an upper bound.
+    at once as the decoder lets in; or, on a CPU, when the weights are loaded in another type than they are stored in, and
+    their mapped file is still there. `behind_training`: in a process whose training has left its kernels. `distinct_lengths` of prompts: see `forecast_training`. Tokens that all prompts begin with are held once, so the forecast is an upper bound.
     """
     architecture = read_architecture(config)
     c = BYTES_PER_ELEMENT[dtype]
@@ -134,11 +136,16 @@ def forecast_generation(
     terms["activations"] = n_prefill * forward_bytes(architecture, c)
     if device == "cpu":
         terms["fragmentation"] = generation_holes_bytes(terms["activations"])
-        terms["kernel_cache"] = kernel_cache_bytes(distinct_lengths) if c < 4 else 0
+        terms["kernel_cache"] = kernel_cache_bytes(distinct_lengths) if c < 4 or behind_training else 0
+    moment, loading = "prefill", terms | dict.fromkeys(_ONLY_WHILE_ANSWERING, 0)
+    if device == "cpu" and quantize == "none":
+        loading["buffers"] = _stored_bytes(config, architecture, c)
+    if sum(loading.values()) > sum(terms.values()):
+        moment, terms = "loading", loading
     return finish(
         terms,
         device=device,
-        moment="prefill",
+        moment=moment,
         architecture=architecture,
         n_trainable=0,
         host_bytes=0,
@@ -149,6 +156,17 @@ def forecast_generation(
             "dtype": dtype,
         },
     )
+
+
+_ONLY_WHILE_ANSWERING = ("activations", "logits", "kv_cache", "fragmentation")
+
+
+def _stored_bytes(config: Mapping[str, Any], architecture: Architecture, weight_bytes: int) -> int:
+    """The weight file, while a model is loaded from it in another type; weights of the file's own type are its pages."""
+    stored = {"bfloat16": 2, "float16": 2, "float32": 4}.get(
+        str(config.get("dtype") or config.get("torch_dtype"))
+    )
+    return 0 if stored in (None, weight_bytes) else architecture.n_parameters * (stored or 0)
 
 
 def _row_tokens(recipe: Recipe, longest_pack_tokens: int | None) -> int:
