@@ -232,14 +232,15 @@ class _StopWhenLearnt(TrainerCallback):
 
 
 def is_learnt(step: dict[str, Any], *, pairs: bool) -> bool:
-    """Answers: the loss is near zero. Pairs: every chosen answer is ahead, by more than a nat where that is told."""
+    """Answers: the loss is near zero. Pairs: after a step, every chosen answer is ahead; of answers that are judged one by
+    one, and where margins are not told, the chosen ones are on average."""
     if not pairs:
         return isinstance(step["loss"], float) and step["loss"] <= LEARNT_NATS
     if "reward_accuracy" in step:
         return bool(
             step["reward_accuracy"] == 1.0 and step.get("reward_margin", 0.0) > 0.0 and step["step"] > 1
         )
-    return bool(step.get("reward_chosen", 0.0) > step.get("reward_rejected", 0.0))
+    return step["step"] > 1 and bool(step.get("reward_chosen", 0.0) > step.get("reward_rejected", 0.0))
 
 
 def judge_overfit(

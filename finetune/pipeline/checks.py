@@ -23,6 +23,7 @@ from finetune.doctor.environment import (
     read_machine,
 )
 from finetune.doctor.finding import Finding, examine, faults_in, warning
+from finetune.doctor.judgements import check_judgements, check_useless
 from finetune.doctor.memory import Room, check_forecast, read_room
 from finetune.doctor.rates import check_rate
 from finetune.doctor.rows import check_answers, check_cuts, check_number, check_sides
@@ -67,7 +68,7 @@ def forecasts_here(
     Without rows the longest one is taken to have data.max_tokens. None for a model that no forecast is known for: it can be
     trained all the same.
     """
-    longest_row = recipe.data.max_tokens if rows is None else longest_example(rows)
+    longest_row = recipe.data.max_tokens if rows is None else longest_example(recipe, rows)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         longest = _longest_forward(recipe, config, rows, longest_row)
@@ -162,11 +163,13 @@ def number_findings(tokenised: Split) -> Iterator[Finding]:
     """How many rows are left, and what their length cost."""
     yield from examine("data", "number of rows", lambda: check_number(len(tokenised.rows)))
     yield from examine("data", "cut rows", lambda: check_cuts(tokenised.counts))
+    yield from examine("data", "pairs left out", lambda: check_useless(tokenised.counts))
 
 
 def answer_findings(recipe: Recipe, train: Sequence[Row], n_validation: int) -> Iterator[Finding]:
     """What the rows show before any tokenizer."""
     yield from examine("data", "answers", lambda: check_answers(train, seed=recipe.seed))
+    yield from check_judgements(recipe, train)
     sides = {"validation": n_validation}
     yield from examine(
         "data", "validation rows", lambda: check_sides(sides, recipe.train.validate_every_steps)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.data.pair_tokens import PreferenceSplit
 from finetune.data.tokenise import TokenisedSplit
 from finetune.doctor.environment import check_disk
 from finetune.doctor.finding import Finding, attempt, examine, faults_in
@@ -25,6 +26,7 @@ from finetune.pipeline.material import Material, Say
 from finetune.pipeline.methods import train_by_method
 from finetune.pipeline.trainable import load_base, load_to_train
 from finetune.recipe.schema import Recipe
+from finetune.training.mismatched import as_trained
 
 TRIALS = (
     "weights",
@@ -58,10 +60,13 @@ def try_training(material: Material, say: Say) -> Iterator[Finding]:
     if faults_in(found):
         yield from left_out(TRIALS[1:], "without sound weights nothing can be tried")
         return
+    rows: Sequence[Any] = material.split.rows
+    if isinstance(material.split, PreferenceSplit):
+        rows = as_trained(material.split.rows, inputs.recipe.train)
     trials = Trials(
         _trainable_alone(inputs.recipe),
         loaded,
-        material.split.rows,
+        rows,
         _training_of(material),
         material.n_parameters,
     )

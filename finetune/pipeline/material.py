@@ -27,7 +27,7 @@ from finetune.pipeline.methods import Split, tokenise_side
 from finetune.pipeline.preflight import check_packs
 from finetune.pipeline.starts import AdapterStart
 from finetune.recipe.schema import Recipe
-from finetune.training.branches import row_tokens
+from finetune.training.mismatched import trained_tokens
 
 _ROUND_TO = 8
 _NO_LIMIT = 2**31
@@ -133,9 +133,8 @@ def _rounded(tokens: int) -> int:
 
 
 def example_lengths(recipe: Recipe, split: Split) -> list[int]:
-    """Tokens of every row of a side, both answers of a pair included, as they are trained on."""
+    """Tokens of every row of a side as they are trained on, all answers to a prompt included."""
     if isinstance(split, PreferenceSplit):
-        share = recipe.train.preference.share_prompts
-        return [row_tokens(row, share_prompts=share) for row in split.rows]
+        return trained_tokens(split.rows, recipe.train)
     assert isinstance(split, TokenisedSplit)
     return [len(row.input_ids) for row in split.rows]

@@ -12,6 +12,7 @@ from finetune.data.tokenise import TokenisedRow, TokenisedSplit, tokenise_rows
 from finetune.paths import runs_root
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
+from finetune.training.mismatched import as_trained
 
 Split = TokenisedSplit | PreferenceSplit
 
@@ -55,10 +56,10 @@ def plain_rows(split: Split) -> list[TokenisedRow]:
     return [] if isinstance(split, PreferenceSplit) else split.rows
 
 
-def longest_example(split: Split) -> int:
-    """Tokens of the longest row, both answers of a pair included."""
+def longest_example(recipe: Recipe, split: Split) -> int:
+    """Tokens of the longest row as it is trained on, all its answers included."""
     if isinstance(split, PreferenceSplit):
-        return max(row.n_tokens for row in split.rows)
+        return max(row.n_tokens for row in as_trained(split.rows, recipe.train))
     return max(len(row.input_ids) for row in split.rows)
 
 

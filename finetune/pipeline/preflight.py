@@ -26,7 +26,7 @@ from finetune.pipeline.starts import AdapterStart
 from finetune.recipe.adapter_section import VIRTUAL_TOKENS
 from finetune.recipe.schema import Recipe
 from finetune.training.apart import refuse_state
-from finetune.training.branches import row_tokens
+from finetune.training.mismatched import trained_tokens
 from finetune.training.preflight import check_training
 from finetune.training.turn_weights import row_weights
 
@@ -94,8 +94,7 @@ def check_packs(recipe: Recipe, split: Split) -> None:
     if not recipe.train.packing or not split.rows:
         return
     if isinstance(split, PreferenceSplit):
-        share = recipe.train.preference.share_prompts
-        lengths = [row_tokens(row, share_prompts=share) for row in split.rows]
+        lengths = trained_tokens(split.rows, recipe.train)
     else:
         lengths = [len(row.input_ids) for row in split.rows]
     if max(lengths) > recipe.train.pack_tokens:

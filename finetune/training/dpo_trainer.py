@@ -16,10 +16,7 @@ from trl import DPOTrainer
 from finetune.recipe.preference_section import PreferenceSection
 from finetune.training.answer_trainer import AnswerTrainer
 from finetune.training.answers import Answers, Losses, chosen_nll, reward_measures
-
-# A fresh copy scores what it copied: in another batch, sums of hundreds of tokens differ by less, in half precision (and
-# under int8, which rounds the inputs of a layer) by more than in fp32.
-_START_TOLERANCE_NATS, _START_SHARE_FP32, _START_SHARE_ROUNDED = 1e-2, 1e-4, 1e-2
+from finetune.training.reference_start import require_start
 
 
 class ExactDpoTrainer(AnswerTrainer, DPOTrainer):
@@ -48,8 +45,8 @@ class ExactDpoTrainer(AnswerTrainer, DPOTrainer):
         reference = batch["reference"].to(chosen.logps.dtype)
         chosen_ratio, rejected_ratio = chosen.logps - reference[::2], rejected.logps - reference[1::2]
         if self._starts_at_reference and self.model.training and self.state.global_step == 0:
-            share = _START_SHARE_ROUNDED if self._rounds() else _START_SHARE_FP32
-            _require_start(torch.stack([chosen_ratio, rejected_ratio]), reference, share)
+            ratios = torch.stack([chosen_ratio, rejected_ratio])
+            require_start(ratios, reference, self.model, self.compute_dtype)
         n_pairs = len(chosen.lengths)
         with self.trl_alone():
             mean = self._compute_loss(*_for_trl(chosen, rejected, reference), False)
@@ -58,11 +55,6 @@ class ExactDpoTrainer(AnswerTrainer, DPOTrainer):
             total = total + self._smoothed_sigmoid * self.beta * (chosen_ratio - rejected_ratio).sum()
         measures = reward_measures(self.beta * chosen_ratio, self.beta * rejected_ratio, chosen, rejected)
         return Losses(total, measures, *chosen_nll(chosen, self.nll_weight))
-
-    def _rounds(self) -> bool:
-        """Whether the forward pass computes in less than fp32."""
-        int8 = any(type(module).__name__ == "Linear8bitLt" for module in self.model.modules())
-        return int8 or self.compute_dtype != torch.float32
 
 
 def _for_trl(chosen: Answers, rejected: Answers, reference: Tensor) -> tuple[Any, dict[str, Tensor]]:
@@ -85,14 +77,3 @@ def _for_trl(chosen: Answers, rejected: Answers, reference: Tensor) -> tuple[Any
         "ref_rejected_logps": reference[1::2],
     }
     return (lambda **_: found), batch
-
-
-def _require_start(log_ratios: Tensor, reference: Tensor, share: float) -> None:
-    """Before the first step the model is the reference, so that the loss of `sigmoid` is ln 2; else the reference is wrong."""
-    largest = reference.abs().max()
-    off = log_ratios.detach().abs().max()
-    if bool(off > _START_TOLERANCE_NATS + share * largest):
-        raise RuntimeError(
-            f"before the first step an answer is {float(off):.3g} nats off the reference, which should be the same model: "
-            "the reference's log-probabilities belong to another start"
-        )

@@ -9,8 +9,6 @@ Shapes: N examples of a micro-batch; A = 2 N answers with the estimate, N withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,23 +16,11 @@ import torch
 from torch import Tensor
 from trl import KTOTrainer
 
-from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.recipe.preference_section import PreferenceSection
 from finetune.training.answer_trainer import AnswerTrainer
 from finetune.training.answers import Answers, Losses
-
-
-def with_mismatched_answers(examples: Sequence[AnsweredPrompt]) -> list[AnsweredPrompt]:
-    """Each example with the answer of the nearest one before it, round the end, that has another prompt.
-
-    Where all prompts are the same it is the example before: then nothing is mismatched, and KTO has no estimate to use.
-    """
-    found = []
-    for place, example in enumerate(examples):
-        others = (examples[(place - back) % len(examples)] for back in range(1, len(examples)))
-        other = next((one for one in others if one.prompt != example.prompt), examples[place - 1])
-        found.append(replace(example, answers=(example.chosen, other.chosen)))
-    return found
+from finetune.training.mismatched import uses_mismatched_answers
+from finetune.training.reference_start import require_start
 
 
 class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
@@ -43,8 +29,9 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     The KL estimate is the mean over the examples of one forward pass on all ranks; a pack holds several.
     """
 
-    def __init__(self, *, preference: PreferenceSection, **kwargs: Any) -> None:
+    def __init__(self, *, preference: PreferenceSection, starts_at_reference: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._starts_at_reference = starts_at_reference
         (self.loss_type,) = preference.losses_of("kto")
         self.calculate_KL = uses_mismatched_answers(preference)
         self.beta = preference.beta
@@ -69,6 +56,8 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     def losses(self, answers: Answers, batch: dict[str, Any]) -> Losses:
         stride, reference = self._stride, batch["reference"].to(answers.logps.dtype)
         own = Answers(answers.by_target[::stride], answers.lengths[::stride])
+        if self._starts_at_reference and self.model.training and self.state.global_step == 0:
+            require_start(answers.logps - reference, reference, self.model, self.compute_dtype)
         gaps = answers.logps[1::2].detach() - reference[1::2] if self.calculate_KL else None
         self._mismatched = self._mean_over_ranks(gaps) if gaps is not None else None
         wanted = batch["wanted"]
@@ -115,11 +104,6 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
         if {"reward_chosen", "reward_rejected"} <= means.keys():
             return means | {"reward_margin": means["reward_chosen"] - means["reward_rejected"]}
         return means
-
-
-def uses_mismatched_answers(preference: PreferenceSection) -> bool:
-    """Whether the loss measures from the KL divergence."""
-    return preference.losses_of("kto") == ("kto",)
 
 
 def _for_trl(own: Answers, wanted: Tensor, reference: Tensor) -> tuple[Any, dict[str, Any]]:

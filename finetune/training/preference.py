@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.source import ModelSource
-from finetune.recipe.preference_section import REFERENCE_METHODS, Method, PreferenceSection
+from finetune.recipe.preference_section import REFERENCE_METHODS, Method
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.callback import StepTally
 from finetune.training.answer_trainer import AnswerTrainer
@@ -19,6 +19,7 @@ from finetune.training.apart import require_answers_apart
 from finetune.training.arguments import count_steps, shared_arguments
 from finetune.training.batch_ramp import plan_windows
 from finetune.training.branches import BranchCollator, Packs, make_packs
+from finetune.training.mismatched import as_trained
 from finetune.training.preference_watch import PreferenceWatch
 from finetune.training.reference import add_reference, weights_key
 from finetune.training.session import Session, TrainResult
@@ -46,8 +47,7 @@ def train_preference(
     unlikely.
     """
     settings, section = recipe.train, recipe.train.preference
-    if settings.method == "kto":
-        train_rows, validation_rows = (_for_kto(rows, section) for rows in (train_rows, validation_rows))
+    train_rows, validation_rows = (as_trained(rows, settings) for rows in (train_rows, validation_rows))
     share = section.share_prompts and prompts_can_be_shared(model, train_rows)
     if section.share_prompts and not share and len(train_rows[0].answers) > 1:
         say("this model cannot share a prompt between answers; each gets its own copy, which is slower")
@@ -124,7 +124,7 @@ def _make_trainer(
     if method == "kto":
         from finetune.training.kto_trainer import ExactKtoTrainer
 
-        return ExactKtoTrainer(args=plain, **options)
+        return ExactKtoTrainer(args=plain, starts_at_reference=section.reference == "start", **options)
     from finetune.training.reference_free import ExactCpoTrainer, ExactOrpoTrainer
 
     if method == "orpo":
@@ -137,9 +137,3 @@ def _collator(method: Method, model: Any, share: bool) -> BranchCollator:
     if method != "reward":
         return BranchCollator(share)
     return BranchCollator(share, whole_answers=True, pad_id=model.config.get_text_config().pad_token_id)
-
-
-def _for_kto(rows: Sequence[AnsweredPrompt], section: PreferenceSection) -> Sequence[AnsweredPrompt]:
-    from finetune.training.kto_trainer import uses_mismatched_answers, with_mismatched_answers
-
-    return with_mismatched_answers(rows) if rows and uses_mismatched_answers(section) else rows

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finetune.data.pair_tokens import AnsweredPrompt
+from finetune.errors import UserError
 from finetune.paths import read_json
 from finetune.telemetry.events import read_events
 from finetune.training.answers import Answers
@@ -333,13 +334,15 @@ def test_label_smoothing_is_that_of_conservative_dpo(
     assert found == pytest.approx(expected or [LN_2], abs=1e-6)
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_reference_of_another_start_stops_the_run(
-    dpo_recipe: Any, train_pairs: Any, monkeypatch: pytest.MonkeyPatch
+    dpo_recipe: Any, train_pairs: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     from finetune.training import reference
 
     monkeypatch.setattr(
         reference, "_score", lambda trainer, members: torch.tensor([-9.0, -9.0] * len(members.examples))
     )
-    with pytest.raises(RuntimeError, match="off the reference"):
-        train_pairs(dpo_recipe())
+    with pytest.raises(UserError, match="off the reference") as caught:
+        train_pairs(dpo_recipe(method))
+    assert "references" in caught.value.faults[0].fix

@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from finetune.digest import digest_folder
 from finetune.telemetry.events import read_events
-from finetune.training.kto_trainer import with_mismatched_answers
+from finetune.training.mismatched import with_mismatched_answers
 
 
 @pytest.fixture
