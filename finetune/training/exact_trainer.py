@@ -133,7 +133,7 @@ class ExactTrainer(CheckpointingTrainer):
 
     def mapped_activations(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """For forward and backward of one batch: its hidden states are blocks of their own, however short it is."""
-        width: int = self.model.config.get_text_config().hidden_size
+        width = int(getattr(self.model.config.get_text_config(), "hidden_size", 0))
         smallest = inputs["input_ids"].numel() * width * torch.bfloat16.itemsize
         return mapped_activations(self.args.device.type, smallest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ _DROPOUTS = (
     "activation_dropout",
     "dropout",
 )
+# Other random numbers that a model draws in training: experts chosen under noise, layers that are skipped.
+_NOISES = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps", "layerdrop")
 _DROPOUTS_OF_MODULES = ("attn_dropout", "attn_dropout_p", "dropout_p", "dropout_prob", "residual_dropout")
 
 
@@ -95,11 +97,20 @@ def set_model_dropout(model: Any, share: float | None) -> dict[str, float]:
 
 
 def drops_out(model: Any) -> bool:
-    """Whether anything of the model, its adapters included, is dropped at random in training."""
-    config = without_adapters(model).config.get_text_config()
-    if any(_is_share(config, name) and getattr(config, name) > 0 for name in _DROPOUTS):
+    """Whether training draws random numbers anywhere in the model, its adapters included: dropout, noise, skipped layers."""
+    base = without_adapters(model)
+    if config_drops_out(base.config):
         return True
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    names = (*_DROPOUTS_OF_MODULES, *_NOISES)
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0) or _any_share(module, names)
+        for module in model.modules()
+    )
+
+
+def config_drops_out(config: Any) -> bool:
+    """The same as far as a model's configuration says."""
+    return _any_share(config.get_text_config(), (*_DROPOUTS, *_NOISES))
 
 
 @contextlib.contextmanager
@@ -120,3 +131,7 @@ def dropout_of_config(model: Any, values: Mapping[str, float]) -> Iterator[None]
 def _is_share(holder: Any, name: str) -> bool:
     value = getattr(holder, name, None)
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _any_share(holder: Any, names: Iterable[str]) -> bool:
+    return any(_is_share(holder, name) and getattr(holder, name) > 0 for name in names)

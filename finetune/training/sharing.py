@@ -50,10 +50,12 @@ def _shortened(example: AnsweredPrompt) -> AnsweredPrompt:
 
 
 def _states(model: Any, base: Any, example: AnsweredPrompt, share: bool) -> torch.Tensor:
-    """[A, D] hidden states at the answers' last tokens, from which everything about an answer is read."""
+    """[M + A, D] hidden states from which everything about the answers is read: those that predict their tokens, one by one,
+    and those at their last tokens. A neighbour that is seen too much may show in the first few only.
+    """
     device = next(model.parameters()).device
     laid_out = BranchCollator(share)([Pack([example])])
     batch = {name: value.to(device) for name, value in laid_out.items() if isinstance(value, torch.Tensor)}
     inputs = model_inputs(batch, base.config._attn_implementation, base.dtype)
     hidden: torch.Tensor = base.base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[batch["last_places"]].float()
+    return hidden.flatten(0, 1)[torch.cat([batch["sources"], batch["last_places"]])].float()

@@ -9,6 +9,7 @@ import torch
 
 from finetune.data.prefixes import shared_beginnings
 from finetune.data.row_tokens import IGNORED, TokenisedRow
+from finetune.model.attention import register_document_attention
 from finetune.telemetry.events import read_events
 from finetune.training import invariants
 from finetune.training.prefixes import PrefixCollator, prefixes_can_be_shared
@@ -138,8 +139,6 @@ def test_where_rows_compute_their_own_beginning(
 def test_models_that_cannot_are_noticed(make_recipe: Any) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-    from finetune.model.attention import register_document_attention
-
     register_document_attention()
     size: dict[str, Any] = {"vocab_size": 259, "attn_implementation": "document"}
     window = MistralConfig(
@@ -153,6 +152,43 @@ def test_models_that_cannot_are_noticed(make_recipe: Any) -> None:
         n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **size
     )
     assert prefixes_can_be_shared(GPT2LMHeadModel(still), make_recipe(), _rows())
+
+
+def test_models_that_draw_random_numbers_are_noticed(make_recipe: Any, make_tiny_model: Any) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM, SeedOssConfig, SeedOssForCausalLM
+
+    size: dict[str, Any] = {
+        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "document",
+    }  # fmt: skip
+    register_document_attention()
+
+    def can(build: Any, config: Any) -> bool:
+        return prefixes_can_be_shared(build(config), make_recipe(), _rows())
+
+    chooses = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert can(MixtralForCausalLM, MixtralConfig(**size, **chooses))
+    assert not can(MixtralForCausalLM, MixtralConfig(**size, **chooses, router_jitter_noise=0.01))
+    assert can(SeedOssForCausalLM, SeedOssConfig(**size, residual_dropout=0.0, attention_dropout=0.0))
+    assert not can(SeedOssForCausalLM, SeedOssConfig(**size, residual_dropout=0.1, attention_dropout=0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_looks_at_the_token_before_is_noticed(
+    dtype: torch.dtype, make_recipe: Any, model: Any
+) -> None:
+    """Of an answer's states only the first few show it, and the last one hardly."""
+    model.to(dtype)
+    assert prefixes_can_be_shared(model, make_recipe(), _rows())
+    layer = model.base_model.model.model.layers[0]
+
+    def shift(module: Any, arguments: Any) -> Any:
+        hidden = arguments[0]
+        return (hidden + 0.5 * hidden.roll(1, dims=1), *arguments[1:])
+
+    handle = layer.mlp.register_forward_pre_hook(shift)
+    assert not prefixes_can_be_shared(model, make_recipe(), _rows())
+    handle.remove()
 
 
 def test_rows_are_silenced_in_their_own_part(make_recipe: Any, model: Any, tiny_tokenizer: Any) -> None:
