@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from finetune.plan.forecast import Device, Forecast
 from finetune.plan.memory import forecast_generation, forecast_training
 from finetune.plan.teacher import TeacherPlan
 from finetune.recipe.schema import Recipe
+from finetune.training.memory_saving import config_drops_out
 
 # Rows whose tokens are looked at; the checks need examples, not the set.
 _ROWS_LOOKED_AT = 256
@@ -71,7 +71,7 @@ def forecasts_here(
     longest_row = recipe.data.max_tokens if rows is None else longest_example(recipe, rows)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        longest = _longest_forward(recipe, config, rows, longest_row)
+        longest = _longest_forward(recipe, config, rows, longest_row, device)
         training = forecast_training(
             recipe,
             config,
@@ -100,22 +100,27 @@ def forecasts_here(
     return Forecasts(training, evaluation, again)
 
 
-def _longest_forward(recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int) -> int:
+def _longest_forward(
+    recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int, device: Device
+) -> int:
     """Tokens of the longest row or pack that goes through the model; that of a full pack where it is not known."""
     train = recipe.train
     if not train.packing:
         return longest_row
     if not isinstance(rows, TokenisedSplit) or longest_row > train.pack_tokens:
         return train.pack_tokens
-    return longest_pack(rows.rows, train.pack_tokens, share=recipe.shares_prefixes and _can_share(config))
+    # On CUDA the kernel is handed the keys and values of a beginning once for every row that goes on from it.
+    share = device == "cpu" and recipe.shares_prefixes and _can_share(config)
+    return longest_pack(rows.rows, train.pack_tokens, share=share)
 
 
 def _can_share(config: Mapping[str, Any]) -> bool:
     """Whether a model lets rows go on from one another, as far as its configuration says; training tries it out."""
-    text = SimpleNamespace(**(config.get("text_config") or config))
-    architecture = read_architecture(config)
-    drops = architecture.attention_dropout or architecture.residual_dropouts
-    return attends_to_everything(text) and not drops
+    from transformers import AutoConfig
+
+    read_architecture(config)
+    text = AutoConfig.for_model(**(config.get("text_config") or config))  # with what a file leaves out
+    return attends_to_everything(text) and not config_drops_out(text)
 
 
 def environment_findings(dtype: str) -> Iterator[Finding]:
