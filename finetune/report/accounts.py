@@ -22,13 +22,14 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The forecast term by term as a waterfall, its total, and what the run used."""
+    """The forecast term by term as a waterfall, its total, and what the run used; of the evaluation the sentence alone."""
 
     rows: tuple[MemoryRow, ...]
     total: MemoryRow | None
     used: MemoryRow | None
     sentence: str | None
     basis: str | None
+    evaluation: str | None = None
 
 
 _PEAK = "used at the peak"
@@ -58,7 +59,15 @@ def read_memory(run: RunFiles) -> Memory | None:
         used=MemoryRow(used_name, format_bytes(used), bar(0, used / longest, "used")) if used else None,
         sentence=forecast_sentence(total, used, is_peak=used_name == _PEAK),
         basis=_BASES.get(str(forecast.get("basis")), as_text(forecast.get("basis"))),
+        evaluation=_evaluation_sentence(forecast.get("evaluation")),
     )
+
+
+def _evaluation_sentence(evaluation: object) -> str | None:
+    """The forecast of the evaluation beside what it used; None for a run that answered nothing itself."""
+    if not (used := finite(as_dict(evaluation).get("used_peak_bytes"))):
+        return None
+    return forecast_sentence(finite(as_dict(evaluation).get("total_bytes")), used)
 
 
 def _used_bytes(run: RunFiles) -> tuple[float | None, str]:

@@ -42,7 +42,8 @@ def test_a_run_leaves_everything_it_promises(project: Any) -> None:
     assert {one["baseline"] for one in comparison["comparisons"]} == {"zero_shot", "few_shot"}
     assert outcome.exit_code in (0, 10, 11, 12)
     forecast = json.loads((folder / "forecast.json").read_text())
-    assert forecast["used_peak_bytes"] > 0 and forecast["total_bytes"] > 0
+    for of in (forecast, forecast["evaluation"]):
+        assert of["used_peak_bytes"] > 0 and of["total_bytes"] > 0
 
 
 def test_nothing_is_tuned_before_the_baseline_is_stored(

@@ -51,6 +51,15 @@ def test_an_improvement_is_shown_with_interval_and_cells(folder: Path) -> None:
     assert not {"limits", "suite", "claims", "cost"} & set(lines)
 
 
+def test_the_memory_of_the_evaluation_has_a_line_where_it_is_known(folder: Path) -> None:
+    said = last_screen(folder, combine([_result("task")], "holm"), folder / "report.html").splitlines()
+    assert sum("forecast / used" in line for line in said) == 1
+    known = {"total_bytes": 3_000_000_000, "used_peak_bytes": 2_000_000_000}
+    write_json(folder / "forecast.json", {**known, "evaluation": known})
+    said = last_screen(folder, combine([_result("task")], "holm"), folder / "report.html").splitlines()
+    assert "         evaluation: forecast 3 GB, used 2 GB (forecast / used 1.50)" in said
+
+
 @pytest.mark.parametrize("verdict", ["no-evidence", "inconclusive"])
 def test_nothing_shown_says_what_could_not_be_seen(folder: Path, verdict: str) -> None:
     lines = _lines(folder, _result("task", verdict=verdict))
