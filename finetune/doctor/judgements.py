@@ -93,7 +93,7 @@ def check_useless(counts: Mapping[str, int]) -> Iterator[Finding]:
         yield warning(
             name,
             f"{said}; they are not learnt from",
-            "mend how they are made, or take them out of the source; data/ledger of a run names them",
+            "mend how they are made, or take them out of the source; data/tokenised.json of a run names them",
             where=_OF_DATA,
         )
         return

@@ -16,19 +16,36 @@ from finetune.model.reward import SCORE_HEAD
 from finetune.recipe.adapter_section import TARGETED, AdapterSection
 
 ALL_LINEAR = "all-linear"
+# Layers of state-space models whose weights are read past whatever is wrapped around them: `out_proj` by fused kernels (what
+# PEFT refuses), `dt_proj` of the first Mamba by the model's own code. By config.json's model_type.
+_READ_PAST = {
+    "mamba": ("out_proj", "dt_proj"),
+    "falcon_mamba": ("out_proj", "dt_proj"),
+    "mamba2": ("out_proj",),
+    "falcon_h1": ("out_proj",),
+    "nemotron_h": ("out_proj",),
+}
 _FROM_COMPONENTS = ("pissa", "olora", "loftq", "eva")
+
+_HEAD = "the loss never builds the head's full output, so an adapter there would not be trained"
+_PAST = "its weights are read past an adapter, which would not be trained, or not be used"
 
 
 def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str, list[str]]:
     """Target -> qualified names of the linear layers it selects.
 
     A target selects the modules whose name is it or ends in '.' and it. 'all-linear' is every linear layer but the
-    output head. Raises UserError with all faults: targets that select nothing (with the nearest name), that select
-    something that is not a linear layer, or the head, whose logits the training loss never builds.
+    output head and those whose weights a state-space model reads by itself. Raises UserError with all faults: targets that select
+    nothing (with the nearest name), that select something that is not a linear layer, one of those that 'all-linear' leaves out.
     """
     head = _head_of(model)
     modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if _is_linear(module) and module is not head}
+    past = _read_past_adapters(model)
+    linear = {
+        name: module
+        for name, module in modules.items()
+        if _is_linear(module) and module is not head and name not in past
+    }
     if isinstance(targets, str):
         if targets != ALL_LINEAR:
             targets = [targets]
@@ -55,14 +72,16 @@ def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str,
                 )
             )
         elif wrong:
-            is_head = modules[wrong[0]] is head
+            what, why = "which is not a linear layer", ""
+            if modules[wrong[0]] is head:
+                what, why = "the output head", _HEAD
+            elif wrong[0] in past:
+                what, why = "a part of a state-space layer", _PAST
             faults.append(
                 Fault(
-                    f"'{target}' selects {wrong[0]}, {'the output head' if is_head else 'which is not a linear layer'}",
+                    f"'{target}' selects {wrong[0]}, {what}",
                     "adapter.target_modules",
-                    "the loss never builds the head's full output, so an adapter there would not be trained"
-                    if is_head
-                    else "",
+                    why,
                     f"choose among: {', '.join(known)}",
                 )
             )
@@ -73,6 +92,13 @@ def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str,
     if faults:
         raise UserError(faults)
     return chosen
+
+
+def _read_past_adapters(model: nn.Module) -> set[str]:
+    """Linear layers whose output no adapter changes."""
+    names = [name for name, _ in model.named_modules()]
+    own = _READ_PAST.get(str(getattr(getattr(model, "config", None), "model_type", "")), ())
+    return {name for part in own for name in named_by(part, names)}
 
 
 def selected_modules(model: nn.Module, section: AdapterSection) -> dict[str, list[str]]:

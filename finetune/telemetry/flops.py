@@ -58,8 +58,8 @@ def step_work(model: nn.Module) -> StepWork:
             trainable += size
         else:
             frozen += size
-    heads = int(config.num_attention_heads)
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)  # none where layers carry a state instead
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
     return StepWork(
         frozen_parameters=frozen,
         trainable_parameters=trainable,

@@ -198,7 +198,7 @@ def _adam_mini(
     config: Any = getattr(model, "config", None)
     if config is not None:
         config = config.get_text_config()
-        heads = int(config.num_attention_heads)
+        heads = int(getattr(config, "num_attention_heads", None) or 1)  # 1: of layers without attention
         options = {
             "num_embeds": int(config.hidden_size),
             "num_heads": heads,
