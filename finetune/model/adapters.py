@@ -157,27 +157,36 @@ class CutGraphError(RuntimeError):
 
 
 def check_gradients_arrive(
-    model: nn.Module, gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None
-) -> None:
+    model: nn.Module,
+    gradient_of: Callable[[nn.Parameter], Tensor | None] | None = None,
+    *,
+    may_be_none: bool = False,
+) -> bool:
     """After the first backward: raise when an adapter got no gradient. Experts that no token chose are exempt.
 
     At step 0 B is zero, so A's gradient is rightly zero and only its presence is checked; likewise for the others that
     are multiplied by zeros, and for rows and biases that may not matter to the first batch. `gradient_of` where it does
-    not lie at the parameter.
+    not lie at the parameter. `may_be_none`: the loss of a batch can be flat; False is returned when every gradient is 0,
+    which says nothing of the graph.
     """
     cut = []
+    arrived = False
     for name, parameter in trainable_parameters(model).items():
         if "expert" in name:
             continue
         gradient = parameter.grad if gradient_of is None else gradient_of(parameter)
-        if gradient is None or (not any(part in name for part in _MAY_BE_ZERO) and not bool(gradient.any())):
+        moves = gradient is not None and bool(gradient.any())
+        arrived |= moves
+        if gradient is None or (not any(part in name for part in _MAY_BE_ZERO) and not moves):
             cut.append(name)
-    if cut:
+            may_be_none &= gradient is not None
+    if cut and (arrived or not may_be_none):
         total = len(trainable_parameters(model))
         raise CutGraphError(
             f"{len(cut)} of {total} trainable tensors received no gradient, e.g. {cut[0]}: the graph is cut, and "
             "training would report a loss while those layers stay as they are"
         )
+    return arrived
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,10 @@ class AnswerTrainer(ExactTrainer):
     def losses_of_examples(self, answers: Answers, batch: dict[str, Any]) -> list[tuple[float, float, int]]:
         """(own loss, nll of the chosen answer, its targets) of every example: what two validations are compared by."""
         return losses_one_by_one(self, answers, batch)
+
+    def validation_of(self, scored: Sequence[tuple[Answers, dict[str, Any]]]) -> AbstractContextManager[None]:
+        """Entered while the losses of a validation are taken, after everything of it is scored; `scored`: on this process."""
+        return contextlib.nullcontext()
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Means over all validation examples, each once; leaves the loss of every example in `row_losses`."""

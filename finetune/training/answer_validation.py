@@ -33,23 +33,25 @@ def validate_answers(trainer: Any, model: nn.Module) -> tuple[RowLosses, dict[st
         accelerator.process_index,
         accelerator.num_processes,
     )
+    scored = []
     for indices in batches:
         chosen = [packs[index] for index in indices or [0]]
         batch = trainer._prepare_inputs(trainer.data_collator(chosen))
         with trainer.compute_loss_context_manager(), accelerator.autocast():
             answers = trainer.score(model, batch)
+        scored.append((indices, answers, batch))
+    own = [(answers, batch) for indices, answers, batch in scored if indices]
+    with trainer.validation_of(own), trainer.compute_loss_context_manager(), accelerator.autocast():
+        for indices, answers, batch in scored:
             whole, each = trainer.losses(answers, batch), trainer.losses_of_examples(answers, batch)
-        for name, (
-            value,
-            number,
-        ) in whole.measures.items():  # the same names on every process, or sums do not meet
-            measures[name][0] += value if indices else 0.0
-            measures[name][1] += number if indices else 0.0
-        if not indices:
-            continue  # only to keep step with the other processes
-        places = [place for index in indices for place in range(first[index], first[index + 1])]
-        table[:, places] = torch.tensor(each, dtype=torch.float64).T
-        n_targets += trainer.n_targets(batch)
+            for name, sums in whole.measures.items():  # the same names on every process, or sums do not meet
+                for place, value in enumerate(sums):
+                    measures[name][place] += value if indices else 0.0
+            if not indices:
+                continue  # only to keep step with the other processes
+            places = [place for index in indices for place in range(first[index], first[index + 1])]
+            table[:, places] = torch.tensor(each, dtype=torch.float64).T
+            n_targets += trainer.n_targets(batch)
     return _together(trainer, table, measures, n_targets)
 
 

@@ -79,6 +79,7 @@ class ExactTrainer(CheckpointingTrainer):
         self.keep_also: set[int] = set(settings.pin_checkpoints)
         self.stop = StopWhenAsked()
         self._idle = False
+        self._nothing_arrived = False  # no gradient yet: a hinge that is satisfied, answers without weight
         self._step_items = 0.0
         self.offload = offload_context(self.model, settings)
         # Dropout would change compared answers by more than they differ, and their reference has none.
@@ -211,10 +212,13 @@ class ExactTrainer(CheckpointingTrainer):
             raise NotFiniteError("loss", self.state.global_step + 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if (
-            self.state.global_step == 0 and self._step_items
-        ):  # a step of answers that weigh nothing has no gradient
-            check_gradients_arrive(self.model, whole_gradient if self.is_deepspeed_enabled else None)
+        if (self.state.global_step == 0 or self._nothing_arrived) and self._step_items:
+            # A step of answers that weigh nothing has no gradient.
+            self._nothing_arrived = not check_gradients_arrive(
+                self.model,
+                whole_gradient if self.is_deepspeed_enabled else None,
+                may_be_none=self.settings.method in PREFERENCE_METHODS,
+            )
         # DeepSpeed clips within its step, which comes next.
         norm = 0.0 if self.is_deepspeed_enabled else super()._clip_grad_norm(model)
         if self.accelerator.num_processes > 1:

@@ -9,6 +9,8 @@ Shapes: N examples of a micro-batch; A = 2 N answers with the estimate, N withou
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,8 @@ from finetune.training.reference_start import require_start
 class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     """KTO and TRL's unpaired APO, against a reference whose log-probabilities come with the packs.
 
-    The KL estimate is the mean over the examples of one forward pass on all ranks; a pack holds several.
+    The KL estimate is the mean over the examples of one forward pass on all ranks; a pack holds several. That of a
+    validation is the mean over all its examples, so that its loss does not depend on how they are batched.
     """
 
     def __init__(self, *, preference: PreferenceSection, starts_at_reference: bool, **kwargs: Any) -> None:
@@ -41,6 +44,7 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
         )
         self.precompute_ref_logps = True
         self._mismatched: Tensor | None = None
+        self._of_validation: Tensor | None = None  # its divergence, while one is made
 
     def n_examples(self, batch: dict[str, Any]) -> int:
         return len(batch["wanted"])
@@ -58,8 +62,13 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
         own = Answers(answers.by_target[::stride], answers.lengths[::stride])
         if self._starts_at_reference and self.model.training and self.state.global_step == 0:
             require_start(answers.logps - reference, reference, self.model, self.compute_dtype)
-        gaps = answers.logps[1::2].detach() - reference[1::2] if self.calculate_KL else None
-        self._mismatched = self._mean_over_ranks(gaps) if gaps is not None else None
+        gaps = self._gaps(answers, batch) if self.calculate_KL else None
+        if self._of_validation is not None:
+            self._mismatched = self._of_validation
+        elif (
+            gaps is not None
+        ):  # a pack that is only computed along has its place on another rank, or an earlier one
+            self._mismatched = self._mean_over_ranks(gaps[:0] if self._idle else gaps)
         wanted = batch["wanted"]
         mean = self._loss(own, wanted, reference[::stride])
         rewards = self.beta * (own.logps.detach() - reference[::stride])
@@ -78,11 +87,28 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
             mean: Tensor = self._compute_loss(*_for_trl(own, wanted, reference), False)
         return mean
 
+    @contextlib.contextmanager
+    def validation_of(self, scored: Sequence[tuple[Answers, dict[str, Any]]]) -> Iterator[None]:
+        """The divergence of all that was scored, on all ranks, while their losses are taken."""
+        if self.calculate_KL:
+            gaps = [self._gaps(answers, batch) for answers, batch in scored]
+            own = torch.cat(gaps) if gaps else torch.zeros(0, device=self.args.device)
+            self._of_validation = self._mean_over_ranks(own)
+        try:
+            yield
+        finally:
+            self._of_validation = None
+
+    def _gaps(self, answers: Answers, batch: dict[str, Any]) -> Tensor:
+        """[N] log-ratios of the mismatched answers to the reference; without gradient."""
+        reference: Tensor = batch["reference"].to(answers.logps.dtype)
+        return answers.logps[1::2].detach() - reference[1::2]
+
     def _mean_over_ranks(self, gaps: Tensor) -> Tensor:
-        """[1] mean of the log-ratios of mismatched answers over the examples of all ranks."""
+        """[1] mean of the log-ratios `gaps` of mismatched answers, over those of all ranks."""
         sums = torch.stack([gaps.double().sum(), gaps.new_tensor(len(gaps), dtype=torch.float64)])
         total, count = self.accelerator.reduce(sums, reduction="sum")
-        mean: Tensor = (total / count).to(gaps.dtype)
+        mean: Tensor = (total / count.clamp(min=1)).to(gaps.dtype)
         return mean[None]
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Tensor | None:

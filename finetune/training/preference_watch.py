@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -83,7 +84,7 @@ class PreferenceWatch(TrainerCallback):
         """Likelihood displacement (Razin et al. 2024, arXiv:2410.08847)."""
         last = max(len(self._chosen) // _LAST_SHARE, 1)
         chosen, rejected = (
-            sum(values[-last:]) / last for values in (self._chosen or [0.0], self._rejected or [0.0])
+            fmean(values[-last:]) for values in (self._chosen or [0.0], self._rejected or [0.0])
         )
         if chosen < -_FALL_NATS:
             self._flag(

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from finetune.recipe.preference_section import Method, PreferenceSection
 from finetune.training.answer_trainer import AnswerTrainer
 from finetune.training.answers import Answers, Losses, chosen_nll, reward_measures
+
+_NEAREST_TO_CERTAIN = -torch.finfo(torch.float32).eps  # its exponential is below 1 however it is rounded
 
 
 class ExactCpoTrainer(AnswerTrainer, CPOTrainer):
@@ -38,7 +42,8 @@ class ExactCpoTrainer(AnswerTrainer, CPOTrainer):
 class ExactOrpoTrainer(AnswerTrainer, ORPOTrainer):
     """ORPO (Hong et al. 2024, arXiv:2403.07691): nll of the chosen answer and a weighted odds ratio; no reference.
 
-    The likelihood is that of the answer, as in the paper; TRL also trains the prompt.
+    The likelihood is that of the answer, as in the paper; TRL also trains the prompt. The odds of an answer that is certain
+    in fp32 are infinite, and their gradient is no number: it counts as the likeliest that fp32 can tell from 1.
     """
 
     def __init__(self, *, preference: PreferenceSection, **kwargs: Any) -> None:
@@ -47,6 +52,13 @@ class ExactOrpoTrainer(AnswerTrainer, ORPOTrainer):
 
     def losses(self, answers: Answers, batch: dict[str, Any]) -> Losses:
         chosen, rejected = answers.of(0), answers.of(1)
-        weighted_ratio, good, bad, _, _ = self.odds_ratio_loss(chosen.mean_logps, rejected.mean_logps)
+        weighted_ratio, good, bad, _, _ = self.odds_ratio_loss(
+            _uncertain(chosen.mean_logps), _uncertain(rejected.mean_logps)
+        )
         measures = reward_measures(good, bad, chosen, rejected)
         return Losses(-weighted_ratio.sum(), measures, *chosen_nll(chosen, self.nll_weight))
+
+
+def _uncertain(logps: Tensor) -> Tensor:
+    """Log-probabilities of at most the largest probability below 1, with the gradient of what they were."""
+    return logps + (logps.clamp(max=_NEAREST_TO_CERTAIN) - logps).detach()

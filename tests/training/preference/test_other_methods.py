@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ from torch.nn.functional import logsigmoid
 
 from finetune.digest import digest_folder
 from finetune.telemetry.events import read_events
+from finetune.training.answers import Answers
+from finetune.training.kto_trainer import ExactKtoTrainer
 from finetune.training.mismatched import with_mismatched_answers
+from finetune.training.reference_free import ExactOrpoTrainer
 
 
 @pytest.fixture
@@ -174,3 +180,90 @@ def test_every_method_learns_and_resumes_to_the_same_bytes(
     dies_at(3, lambda: train_pairs(recipe, name="killed", rows=rows, validation=rows))
     _, killed, _ = train_pairs(recipe, name="killed", rows=rows, validation=rows)
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
+
+
+@pytest.mark.parametrize("batching", [{"train__pack_tokens": 4096}, {"train__packing": False}])
+def test_the_divergence_of_a_validation_is_that_of_all_its_rows(
+    dpo_recipe: Any,
+    train_pairs: Any,
+    moved_model: Any,
+    answer_logps: Any,
+    judged: Any,
+    batching: dict[str, Any],
+) -> None:
+    """Whatever lies in one batch: two validations, and two machines, can be compared."""
+    recipe = dpo_recipe("kto", reference="base", train__max_steps=1, train__learning_rate=1e-9, **batching)
+    model, rows = moved_model(recipe, -0.3), with_mismatched_answers(judged)
+    tuned = answer_logps(model, rows)
+    with model.disable_adapter():
+        ratio = tuned - answer_logps(model, rows)
+    divergence = ratio[:, 1].mean().clamp(min=0)
+    sign = torch.where(torch.tensor([row.wanted for row in rows]), 1.0, -1.0)
+    expected = (1 - torch.sigmoid(0.1 * sign * (ratio[:, 0] - divergence))).mean()
+    assert float(divergence) > 1
+    result, _, _ = train_pairs(recipe, rows=judged[:1], validation=judged, model=model)
+    assert result.validation_loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def trainer_of(kind: type, **attributes: Any) -> Any:
+    """What the loss alone needs of a trainer."""
+    trainer: Any = object.__new__(kind)
+    plain = {"model": SimpleNamespace(training=True), "aux_loss_enabled": False, "args": SimpleNamespace()}
+    counted = {"_metrics": {"train": defaultdict(list)}, "_total_train_tokens": 0, "_tp_size": 1}
+    vars(trainer).update(plain | counted | attributes)
+    return trainer
+
+
+@pytest.mark.parametrize(("idle", "divergence"), [(False, (6.0 + 4.0) / (3 + 1)), (True, 6.0 / 3)])
+def test_a_pack_that_is_only_computed_along_has_no_part_in_the_divergence(
+    idle: bool, divergence: float
+) -> None:
+    """The other rank has three gaps, of 6 nats together; this one has one of 4."""
+    other_rank = torch.tensor([6.0, 3.0], dtype=torch.float64)
+    accelerator = SimpleNamespace(device="cpu", reduce=lambda sums, reduction: sums + other_rank)
+    trainer = trainer_of(
+        ExactKtoTrainer, accelerator=accelerator, _idle=idle, _of_validation=None, _starts_at_reference=False,
+        calculate_KL=True, precompute_ref_logps=True, loss_type="kto", beta=0.1, desirable_weight=1.0,
+        undesirable_weight=1.0,
+    )  # fmt: skip
+    batch = {"reference": torch.tensor([-1.0, -5.0]), "wanted": torch.tensor([True])}
+    answers = Answers(torch.tensor([[-0.5, -0.5], [-1.0, 0.0]]), torch.tensor([2, 1]))
+    losses = trainer.losses(answers, batch)
+    assert float(losses.example_sum) == pytest.approx(
+        float(1 - torch.sigmoid(torch.tensor(-0.1 * divergence)))
+    )
+
+
+@pytest.mark.parametrize("logps", [(0.0, -3.0), (-3.0, 0.0), (0.0, 0.0), (-1e-8, -3.0)])
+def test_an_answer_that_is_certain_has_finite_odds(logps: tuple[float, float]) -> None:
+    """A short answer that is learnt by heart: its probability is 1 in fp32."""
+    by_target = torch.tensor([[one] for one in logps], requires_grad=True)
+    accelerator = SimpleNamespace(device="cpu")
+    trainer = trainer_of(ExactOrpoTrainer, accelerator=accelerator, beta=0.1, nll_weight=1.0)
+    losses = trainer.losses(Answers(by_target, torch.tensor([1, 1])), {})
+    (gradient,) = torch.autograd.grad(losses.example_sum, by_target)
+    assert losses.example_sum.isfinite() and gradient.isfinite().all()
+    assert float(gradient[0]) <= 0.0 <= float(gradient[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("cpo", {"losses": ["hinge"], "nll_weight": 0.0, "beta": 10.0}),
+        ("kto", {"undesirable_weight": 0.0}),
+    ],
+)
+def test_a_step_that_asks_for_nothing_is_no_cut_graph(
+    dpo_recipe: Any, train_pairs: Any, make_pairs: Any, method: str, settings: dict[str, Any]
+) -> None:
+    """A margin that is there already, or only answers that weigh nothing: the gradient is rightly zero."""
+    if method == "kto":
+        rows = [row for row in make_pairs(4, unit="judged") if not row.wanted][:1]
+    else:
+        (first, *_) = make_pairs(1)
+        good, bad = sorted(first.answers, key=lambda answer: len(answer.ids))  # fewer tokens are likelier
+        rows = [replace(first, answers=(good, bad))]
+    result, folder, _ = train_pairs(dpo_recipe(method, train__max_steps=2, **settings), rows=rows)
+    assert result.steps == 2
+    steps = [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+    assert [step["grad_norm"] for step in steps] == [0.0, 0.0]
