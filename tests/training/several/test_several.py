@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.data.prefixes import shared_beginnings
 from finetune.digest import digest_folder
 from finetune.telemetry.events import read_events
 
@@ -115,6 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scenarios += [
         "half",
         "fsdp",
+        "fsdp_packed",
         "fsdp_half",
         "fsdp_full",
         "from-sharded:fsdp_begun",
@@ -132,6 +134,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SAME)
 def test_two_processes_train_what_one_does(runs: Path, name: str) -> None:
     same_training(runs / "one" / name, runs / "two" / name)
+
+
+def test_packs_of_these_trainings_share_a_system_prompt(runs: Path) -> None:
+    """Also the parts of a pack that two processes have, in which it is then computed twice."""
+    worker = load_worker()
+    rows = worker.rows_of(worker.tiny().build_tiny_tokenizer())
+    repeated = [length for _, length in shared_beginnings([(row.input_ids, row.labels) for row in rows])]
+    assert repeated[0] == 0 and min(repeated[1:]) > 20
+    assert worker.recipe_of(packing=True).shares_prefixes
+    assert [len(step["rows"]) for step in steps_of(runs / "two" / "packed")] == [7, 2, 7, 2]
+    assert [len(step["rows"]) for step in steps_of(runs / "two" / "one_pack")] == [4, 5, 5, 4]
 
 
 def test_the_last_step_of_an_epoch_has_too_few_rows_for_two_processes(runs: Path) -> None:
@@ -187,7 +200,9 @@ def test_only_the_first_process_writes(runs: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("name", "unsharded"), [("fsdp", "curve"), ("fsdp_full", "full")])
+@pytest.mark.parametrize(
+    ("name", "unsharded"), [("fsdp", "curve"), ("fsdp_packed", "packed"), ("fsdp_full", "full")]
+)
 def test_weights_spread_by_fsdp2_train_what_ddp_does(runs: Path, name: str, unsharded: str) -> None:
     same_training(runs / "two" / unsharded, runs / "two" / name)
 
@@ -210,7 +225,7 @@ def test_checkpoints_of_fsdp2_and_of_one_process_are_the_same(runs: Path, name: 
 
 def test_no_checkpoint_holds_pickle(runs: Path) -> None:
     files = [path for path in runs.rglob("checkpoints/**/*") if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja", ".md"}
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja"}
 
 
 ZERO = ["zero2", "zero3", "zero3_offload"]
@@ -296,7 +311,7 @@ def test_zero_continues_what_others_began_and_others_what_it_began(runs: Path, z
 
 def test_no_checkpoint_of_zero_holds_pickle(zero: Path) -> None:
     files = [path for path in zero.rglob("checkpoints/**/*") if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja", ".md"}
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".jinja"}
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def train(folder: Path, recipe: Recipe, *, tie: bool = True, said: list[str] | N
     folder.mkdir(parents=True, exist_ok=True)
     register_document_attention()
     prefers = recipe.train.method == "dpo"
-    model.set_attn_implementation("document" if prefers else "sdpa")
+    model.set_attn_implementation(recipe.attention)
     # Otherwise the answers to random embeddings are too close to tell curves apart.
     model.get_input_embeddings().weight.data *= 3
     if recipe.adapter.kind != "none":
@@ -122,12 +122,12 @@ def curve(folder: Path) -> None:
 
 
 def packed(folder: Path) -> None:
-    train(folder, recipe_of(packing=True, pack_tokens=100, micro_batch_size=1, gradient_accumulation_steps=4))
+    train(folder, recipe_of(packing=True, pack_tokens=160, micro_batch_size=1, gradient_accumulation_steps=3))
 
 
 def one_pack(folder: Path) -> None:
-    """A step is a single pack, whose rows the processes share out."""
-    train(folder, recipe_of(packing=True, pack_tokens=160, micro_batch_size=1, gradient_accumulation_steps=1))
+    """A step is a single pack, whose rows the processes share out: what they begin with is then computed by each."""
+    train(folder, recipe_of(packing=True, pack_tokens=260, micro_batch_size=1, gradient_accumulation_steps=1))
 
 
 def preference(folder: Path) -> None:
@@ -343,6 +343,11 @@ def half(folder: Path) -> None:
     train(folder, recipe_of(model={"dtype": "bf16"}))
 
 
+def fsdp_packed(folder: Path) -> None:
+    with fsdp_on_cpu():
+        packed(folder)
+
+
 def fsdp_half(folder: Path) -> None:
     with fsdp_on_cpu():
         half(folder)
@@ -380,7 +385,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         momentum_resumed,
         ramp,
         preference_ramp,
-        *(half, fsdp, fsdp_half, fsdp_full, fsdp_begun, fsdp_continued),
+        *(half, fsdp, fsdp_packed, fsdp_half, fsdp_full, fsdp_begun, fsdp_continued),
     )
 }
 
