@@ -23,13 +23,15 @@ from finetune.training.answer_trainer import AnswerTrainer
 from finetune.training.answers import Answers, Losses
 from finetune.training.mismatched import uses_mismatched_answers
 from finetune.training.reference_start import require_start
+from finetune.training.shares import IDLE
 
 
 class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     """KTO and TRL's unpaired APO, against a reference whose log-probabilities come with the packs.
 
-    The KL estimate is the mean over the examples of one forward pass on all ranks; a pack holds several. That of a
-    validation is the mean over all its examples, so that its loss does not depend on how they are batched.
+    The KL estimate is the mean over the examples of a whole step, or of a whole validation, on all ranks: how they are
+    batched and shared out does not change the loss. Where a step is several forward passes, the estimate is made by
+    passes of its own, without gradient, before them.
     """
 
     def __init__(self, *, preference: PreferenceSection, starts_at_reference: bool, **kwargs: Any) -> None:
@@ -44,7 +46,9 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
         )
         self.precompute_ref_logps = True
         self._mismatched: Tensor | None = None
-        self._of_validation: Tensor | None = None  # its divergence, while one is made
+        self._known: Tensor | None = (
+            None  # the divergence of the step, or of the validation that is being made
+        )
 
     def n_examples(self, batch: dict[str, Any]) -> int:
         return len(batch["wanted"])
@@ -63,8 +67,8 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
         if self._starts_at_reference and self.model.training and self.state.global_step == 0:
             require_start(answers.logps - reference, reference, self.model, self.compute_dtype)
         gaps = self._gaps(answers, batch) if self.calculate_KL else None
-        if self._of_validation is not None:
-            self._mismatched = self._of_validation
+        if self._known is not None:
+            self._mismatched = self._known
         elif (
             gaps is not None
         ):  # a pack that is only computed along has its place on another rank, or an earlier one
@@ -90,14 +94,47 @@ class ExactKtoTrainer(AnswerTrainer, KTOTrainer):
     @contextlib.contextmanager
     def validation_of(self, scored: Sequence[tuple[Answers, dict[str, Any]]]) -> Iterator[None]:
         """The divergence of all that was scored, on all ranks, while their losses are taken."""
+        of_step = self._known
         if self.calculate_KL:
-            gaps = [self._gaps(answers, batch) for answers, batch in scored]
-            own = torch.cat(gaps) if gaps else torch.zeros(0, device=self.args.device)
-            self._of_validation = self._mean_over_ranks(own)
+            self._known = self._mean_of([self._gaps(answers, batch) for answers, batch in scored])
         try:
             yield
         finally:
-            self._of_validation = None
+            self._known = of_step
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[Any, Any]:
+        """The micro-batches of a step, once the divergence of all of them is known."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        parts = [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
+        several = self.calculate_KL and len(parts) > 1  # as many on every rank
+        self._known = self._mean_of(self._gaps_before(parts)) if several else None
+        return batches, items
+
+    @torch.no_grad()
+    def _gaps_before(self, parts: Sequence[dict[str, Any]]) -> list[Tensor]:
+        """See `_gaps`, of every micro-batch that counts on this rank."""
+        model = self.model if self.model_wrapped is None else self.model_wrapped
+        was_training = model.training
+        model.eval()
+        found = []
+        for part in parts:
+            inputs = self._prepare_inputs({name: value for name, value in part.items() if name != IDLE})
+            with (
+                self.mapped_activations(inputs),
+                self.compute_loss_context_manager(),
+                self.accelerator.autocast(),
+            ):
+                gaps = self._gaps(self.score(model, inputs), inputs)
+            if IDLE not in part:
+                found.append(gaps)
+        model.train(was_training)
+        return found
+
+    def _mean_of(self, gaps: Sequence[Tensor]) -> Tensor:
+        """[1] mean over all ranks; this one may have none."""
+        return self._mean_over_ranks(torch.cat([*gaps, torch.zeros(0, device=self.args.device)]))
 
     def _gaps(self, answers: Answers, batch: dict[str, Any]) -> Tensor:
         """[N] log-ratios of the mismatched answers to the reference; without gradient."""

@@ -182,6 +182,28 @@ def test_every_method_learns_and_resumes_to_the_same_bytes(
     assert digest_folder(killed / "adapter") == digest_folder(whole / "adapter")
 
 
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_the_divergence_of_a_step_is_that_of_all_its_micro_batches(
+    dpo_recipe: Any, first_step: Any, moved_model: Any, judged: Any, wanted: bool | None
+) -> None:
+    rows = [row for row in judged if wanted in (None, row.wanted)][:3]
+    found = []
+    for micro, accumulation in ((3, 1), (1, 3)):
+        recipe = dpo_recipe(
+            "kto",
+            reference="base",
+            train__packing=False,
+            train__micro_batch_size=micro,
+            train__gradient_accumulation_steps=accumulation,
+        )
+        found.append(first_step(recipe, rows=rows, model=moved_model(recipe, -0.3)))
+    (whole, whole_gradient, means), (parts, gradient, means_of_parts) = found
+    assert means["kl"] > 0.5
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert means_of_parts == pytest.approx(means, rel=1e-5)
+    assert float((gradient - whole_gradient).norm() / whole_gradient.norm()) < 1e-5
+
+
 @pytest.mark.parametrize("batching", [{"train__pack_tokens": 4096}, {"train__packing": False}])
 def test_the_divergence_of_a_validation_is_that_of_all_its_rows(
     dpo_recipe: Any,
@@ -222,7 +244,7 @@ def test_a_pack_that_is_only_computed_along_has_no_part_in_the_divergence(
     other_rank = torch.tensor([6.0, 3.0], dtype=torch.float64)
     accelerator = SimpleNamespace(device="cpu", reduce=lambda sums, reduction: sums + other_rank)
     trainer = trainer_of(
-        ExactKtoTrainer, accelerator=accelerator, _idle=idle, _of_validation=None, _starts_at_reference=False,
+        ExactKtoTrainer, accelerator=accelerator, _idle=idle, _known=None, _starts_at_reference=False,
         calculate_KL=True, precompute_ref_logps=True, loss_type="kto", beta=0.1, desirable_weight=1.0,
         undesirable_weight=1.0,
     )  # fmt: skip

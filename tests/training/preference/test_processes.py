@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,25 @@ def pairs() -> list[AnsweredPrompt]:
     return made
 
 
-def first_step(folder: Path, model: Any, tokenizer: Any, *, accumulation: int) -> dict[str, Any]:
+def judged() -> list[AnsweredPrompt]:
+    """Each pair's first answer, every other one wanted."""
+    return [
+        replace(pair, answers=pair.answers[:1], wanted=index % 2 == 0) for index, pair in enumerate(pairs())
+    ]
+
+
+METHODS: dict[str, tuple[dict[str, Any], Any, int]] = {
+    "dpo": ({"losses": ["sigmoid", "sft"]}, pairs, 60),
+    "kto": ({"beta": 1.0}, judged, 70),  # its divergence is that of the step, too
+}
+
+
+def first_step(folder: Path, model: Any, tokenizer: Any, *, accumulation: int, method: str) -> dict[str, Any]:
     """Loss, counts, means and gradient of the first optimizer step, by this process."""
     from finetune.training.exact_trainer import ExactTrainer
     from finetune.training.preference import train_preference
 
+    settings, rows, pack_tokens = METHODS[method]
     recipe = Recipe.model_validate(
         {
             "name": "tiny",
@@ -48,9 +64,9 @@ def first_step(folder: Path, model: Any, tokenizer: Any, *, accumulation: int) -
             "adapter": {"rank": 4, "alpha": 8},
             "data": {"spec": "tiny"},
             "train": {
-                "method": "dpo",
-                "preference": {"losses": ["sigmoid", "sft"], "reference": "base"},
-                "pack_tokens": 60,
+                "method": method,
+                "preference": {"reference": "base", **settings},
+                "pack_tokens": pack_tokens,
                 "gradient_accumulation_steps": accumulation,
                 "max_steps": 1,
                 "max_grad_norm": 1e9,
@@ -79,7 +95,7 @@ def first_step(folder: Path, model: Any, tokenizer: Any, *, accumulation: int) -
     ExactTrainer._clip_grad_norm = capture  # type: ignore[method-assign]
     try:
         train_preference(
-            recipe, model, tokenizer, pairs(), [], run_folder=folder, owner="o", references=folder / "references",
+            recipe, model, tokenizer, rows(), [], run_folder=folder, owner="o", references=folder / "references",
             say=lambda line: None,
         )  # fmt: skip
     finally:
@@ -91,8 +107,14 @@ def test_two_processes_compute_the_step_of_one(
     make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("finetune.training.session.measure_peak_flops", lambda dtype, device: 1e12)
-    expected = first_step(tmp_path / "one", make_tiny_model(), tiny_tokenizer, accumulation=2)
-    assert expected["examples"] == 4
+    expected = {
+        method: first_step(
+            tmp_path / "one" / method, make_tiny_model(), tiny_tokenizer, accumulation=2, method=method
+        )
+        for method in METHODS
+    }
+    assert all(one["examples"] == 4 for one in expected.values())
+    assert expected["kto"]["means"]["kl"] > 0.1
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -104,13 +126,13 @@ def test_two_processes_compute_the_step_of_one(
         workers.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
     complaints = [worker.communicate()[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], complaints
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    for rank, method in itertools.product(range(2), METHODS):
+        found, wanted = json.loads((tmp_path / f"{method}-{rank}.json").read_text()), expected[method]
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert found["examples"] == 4
-        assert found["means"] == pytest.approx(expected["means"], abs=1e-5)
-        gradient, wanted = torch.tensor(found["gradient"]), torch.tensor(expected["gradient"])
-        assert (gradient - wanted).norm() / wanted.norm() < 1e-5
+        assert found["means"] == pytest.approx(wanted["means"], abs=1e-5)
+        gradient, of_one = torch.tensor(found["gradient"]), torch.tensor(wanted["gradient"])
+        assert (gradient - of_one).norm() / of_one.norm() < 1e-5
 
 
 def _worker(folder: Path) -> None:
@@ -120,8 +142,10 @@ def _worker(folder: Path) -> None:
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     rank = int(os.environ["RANK"])
-    found = first_step(folder / "two", tiny.build_tiny_model(), tiny.build_tiny_tokenizer(), accumulation=2)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    for method in METHODS:
+        model, tokenizer = tiny.build_tiny_model(), tiny.build_tiny_tokenizer()
+        found = first_step(folder / "two" / method, model, tokenizer, accumulation=2, method=method)
+        (folder / f"{method}-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
