@@ -37,8 +37,11 @@ from finetune.pipeline.stages import (
 from finetune.pipeline.sweep_result import SweepResult, Trial, finalists_of
 from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.resolve import resolved_yaml
+from finetune.recipe.schema import Recipe
 from finetune.recipe.search_space import Axis
 from finetune.stats.learning_curve import LearningCurve, fit_learning_curve
+from finetune.telemetry.events import read_events
+from finetune.training.arguments import count_steps
 from finetune.training.exact_trainer import DivergenceError
 from finetune.training.session import VALIDATION_ROWS
 from finetune.units import format_duration
@@ -285,6 +288,9 @@ class _Search:
         if is_new:
             self.say(f"sweep: {named}, {rows} rows" + (f", {steps} steps" if steps is not None else ""))
             _train(inputs, manifest)
+        shutil.rmtree(target / "checkpoints", ignore_errors=True)  # of no use to a trial that is over
+        if self.steps is not None:
+            _require_steps(target, inputs.recipe, self.steps, named)
         trial = self._read(target, overrides, rows, steps)
         self.trials.append(trial)
         self._seconds += time.monotonic() - started
@@ -345,6 +351,24 @@ class _Search:
         )
 
 
+def _require_steps(folder: Path, recipe: Recipe, budget: int, named: str) -> None:
+    """Raise UserError where the recipe's passes over its rows end before the budget of the finalists: told by the first trial
+    of a candidate, which is a short one. Batches that are chosen or grow while training are not known beforehand."""
+    train = recipe.train
+    if train.auto or train.batch_ramp is not None:
+        return
+    starts = [event for event in read_events(folder / "events.jsonl") if event["event"] == "start"]
+    if not starts:  # lost before its first step
+        return
+    whole = count_steps(starts[-1]["examples"], train.model_copy(update={"max_steps": None}))
+    if whole < budget:
+        raise UserError(
+            f"{named}: the recipe's whole training has {whole} steps, and the budget is {budget}",
+            where="--steps",
+            fix=f"lower --steps to {whole}, or set train.epochs to {math.ceil(budget / whole * train.epochs)}",
+        )
+
+
 def _found(trials: Sequence[Trial]) -> list[Trial]:
     """Those that were not lost."""
     return [trial for trial in trials if trial.loss is not None]
@@ -380,4 +404,3 @@ def _train(inputs: RunInputs, manifest: RunManifest) -> None:
         if not isinstance(error, DivergenceError) and error.exit_code != ExitCode.WILL_NOT_FIT:
             raise
         write_json(folder / LOST, {"format": 1, "why": error.faults[0].what})
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of no use to a trial that is over

@@ -78,8 +78,11 @@ def measure_peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     The fastest of ten products: whatever else the machine does can only slow one down, and a ceiling that was measured
     low would report a share above 100 %.
     """
-    left = torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
-    right = torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
+    # Of a generator of its own: the first training of a process would else draw other dropout than the next ones.
+    own = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device, generator=own) for _ in range(2)
+    )
     seconds = []
     for _ in range(_GEMM_REPEATS):
         start = time.perf_counter()

@@ -16,6 +16,7 @@ from finetune.pipeline import sweep as module
 from finetune.pipeline.sweep import rung_sizes, sweep
 from finetune.pipeline.sweep_result import SweepResult, Trial, finalists_of
 from finetune.recipe.search_space import parse_axes
+from finetune.telemetry.flops import measure_peak_flops
 from finetune.training.exact_trainer import NotFiniteError
 
 
@@ -140,13 +141,6 @@ def test_a_candidate_that_diverges_is_lost_and_the_search_goes_on(
         search(["train.learning_rate=0.5"])
 
 
-def test_a_budget_of_steps_takes_all_rows_and_fewer_steps_first(search: Any) -> None:
-    found = search(["train.learning_rate=1e-5,1e-4,1e-3,1e-2"], steps=3)
-    assert [trial.steps for trial in found.trials] == [1, 1, 1, 1, 3, 3]
-    assert len({trial.rows for trial in found.trials}) == 1
-    assert "finalists on 3 steps" in found.lines()[0] and "max_steps" not in found.lines()[-1]
-
-
 def test_combinations_that_the_recipe_refuses_are_left_out(search: Any, project: Any) -> None:
     """lora_plus_ratio goes with LoRA only, and each value goes with the recipe by itself."""
     found = search(["adapter.kind=lora,none", "train.lora_plus_ratio=4"])
@@ -185,3 +179,45 @@ def test_what_is_wrong_is_told_before_anything_is_trained(
     monkeypatch.setattr(module, "_train", None)
     with pytest.raises(UserError, match=told):
         search(over, **options)
+
+
+def test_a_sweep_by_steps_that_is_killed_in_a_later_rung_ends_as_one_that_is_not(
+    project: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, so that what a process draws before a trial would show; another process goes on, hence the cleared cache."""
+    over = parse_axes(["train.learning_rate=1e-4,1e-3,3e-3,1e-2"])
+    options: dict[str, Any] = {"overrides": ["adapter.dropout=0.3"], "steps": 3, "say": project.said.append}
+    whole = sweep(str(project.recipe), over, **options)
+    assert [trial.steps for trial in whole.trials] == [1, 1, 1, 1, 3, 3]
+    assert len({trial.rows for trial in whole.trials}) == 1
+    assert "finalists on 3 steps" in whole.lines()[0] and "max_steps" not in whole.lines()[-1]
+    last = Path(whole.trials[-1].folder)
+    kept = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*.safetensors")}
+    module.shutil.rmtree(last)
+    (whole.folder / "sweep.json").unlink()
+    monkeypatch.undo()  # the measured peak below is the real one
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("FINETUNE_RUNS", str(project.folder / "runs"))
+    measure_peak_flops.cache_clear()
+    again = sweep(str(project.recipe), over, **options)
+    assert again.to_dict() == whole.to_dict()
+    for path, written in kept.items():
+        assert last in path.parents or path.stat().st_mtime_ns == written  # nothing else is trained again
+
+
+def test_a_budget_beyond_the_recipe_s_own_steps_is_refused_by_the_first_trial(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = ["train.learning_rate=1e-5,1e-4,1e-3,1e-2"]
+    trained: list[int] = []
+    original = module.train_model
+
+    def train(*given: Any, **options: Any) -> Any:
+        trained.append(1)
+        return original(*given, **options)
+
+    monkeypatch.setattr(module, "train_model", train)
+    with pytest.raises(UserError, match="whole training has 10 steps, and the budget is 54") as caught:
+        search(over, steps=54)
+    assert len(trained) == 1
+    assert "lower --steps to 10, or set train.epochs to 6" in caught.value.faults[0].fix

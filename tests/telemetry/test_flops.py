@@ -35,3 +35,12 @@ def test_work_follows_the_definition(tiny_model: Any) -> None:
 
 def test_the_peak_is_a_positive_rate() -> None:
     assert measure_peak_flops(torch.float32, torch.device("cpu")) > 1e8
+
+
+def test_measuring_the_peak_draws_nothing_that_training_would() -> None:
+    """It is measured once a process: a first training would else have other dropout than the next ones."""
+    measure_peak_flops.cache_clear()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    measure_peak_flops(torch.float32, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
