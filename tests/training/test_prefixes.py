@@ -12,6 +12,7 @@ from finetune.data.row_tokens import IGNORED, TokenisedRow
 from finetune.model.attention import register_document_attention
 from finetune.telemetry.events import read_events
 from finetune.training import invariants
+from finetune.training.bench import BatchProbe
 from finetune.training.prefixes import PrefixCollator, prefixes_can_be_shared
 
 SYSTEMS = [list(range(3, 3 + 24)), list(range(60, 60 + 12))]
@@ -134,6 +135,58 @@ def test_where_rows_compute_their_own_beginning(
     assert not prefixes_can_be_shared(model, make_recipe(), [])
     model.set_attn_implementation("sdpa")
     assert not prefixes_can_be_shared(model, make_recipe(), rows)
+
+
+def test_operations_are_counted_of_what_is_computed(
+    make_recipe: Any, model: Any, tiny_tokenizer: Any
+) -> None:
+    rows = _rows()
+    with invariants.Bench(make_recipe(train__pack_tokens=400), model, tiny_tokenizer, rows) as bench:
+        bench.step()
+        tally = bench.trainer.tally
+    shared = shared_beginnings([(row.input_ids, row.labels) for row in rows])
+    own = [len(row.input_ids) - length for row, (_, length) in zip(rows, shared, strict=True)]
+    assert tally.n_tokens == sum(len(row.input_ids) for row in rows)
+    assert tally.n_tokens - tally.n_repeated == sum(own)
+    assert tally.sum_squared_lengths == sum(
+        n * (n + 2 * length) for n, (_, length) in zip(own, shared, strict=True)
+    )
+
+
+def test_the_longest_batch_is_the_one_that_computes_most(
+    make_recipe: Any, model: Any, tiny_tokenizer: Any
+) -> None:
+    """Three rows of one system prompt, and a row that is shorter than all of them but has nothing to share."""
+    system, draw = list(range(3, 83)), torch.Generator().manual_seed(0)
+    alike = [[*system, *torch.randint(3, 250, (10,), generator=draw).tolist()] for _ in range(3)]
+    alone = torch.randint(3, 250, (250,), generator=draw).tolist()
+    rows = [
+        TokenisedRow(str(n), ids, [IGNORED] * 85 + ids[85:], len(ids) - 85)
+        for n, ids in enumerate([*alike, alone])
+    ]
+    recipe = make_recipe(train__pack_tokens=270)
+    with BatchProbe(recipe, model, tiny_tokenizer, rows) as probe:
+        assert [probe.run(recipe, number) for number in range(2)] == [250, 270]
+
+
+def test_the_doctor_notices_rows_that_go_on_from_a_wrong_place(
+    make_recipe: Any, model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, right = _rows(6), PrefixCollator.__call__
+
+    def check() -> float:
+        found = invariants.packing_error(make_recipe(), model, tiny_tokenizer, rows, "document")
+        return max(found.values())
+
+    def wrong(self: Any, examples: Any) -> Any:
+        batch = right(self, examples)
+        for start, stop, *prefix in batch["branches"].tolist():
+            batch["position_ids"][0, start:stop] += 5 * (prefix[0] < prefix[1])
+        return batch
+
+    assert check() < 1e-5
+    monkeypatch.setattr(PrefixCollator, "__call__", wrong)
+    assert check() > 1e-3
 
 
 def test_models_that_cannot_are_noticed(make_recipe: Any) -> None:
