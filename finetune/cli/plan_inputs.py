@@ -72,21 +72,26 @@ def _suite_without_items(loaded: Loaded[Recipe], name: str) -> tuple[Suite | Non
 def config_of_recipe(loaded: Loaded[Recipe]) -> dict[str, Any]:
     """Of the model that is trained: that of `model.id`, with as many layers as a student that is cut from its teacher."""
     recipe = loaded.value
-    config = config_of_model(recipe, loaded.folder("model.id"), loaded.where("model.id"))
+    config = config_of_model(
+        recipe, loaded.folder("model.id"), loaded.where("model.id"), loaded.where("model.revision")
+    )
     layers = recipe.distil.student.layers if recipe.distil is not None else None
     return config if layers is None else {**config, "num_hidden_layers": len(layers)}
 
 
-def config_of_model(recipe: Recipe, relative_to: Path, where: str) -> dict[str, Any]:
+def config_of_model(recipe: Recipe, relative_to: Path, where: str, revision_where: str) -> dict[str, Any]:
     """config.json of the recipe's model: from a table, a folder, or the hub's cache; no weights, no torch.
 
     A folder is found as a run finds it (beside the recipe, `relative_to`, or from the working folder) and needs nothing
-    but config.json, so a model can be planned before it is downloaded. Raises UserError, at `where`.
+    but config.json, so a model can be planned before it is downloaded. Raises UserError, at `where`; for a revision of a
+    model that has none, at `revision_where`.
     """
+    from finetune.model.source import read_config, refuse_idle_revision, resolve_model
     from finetune.pipeline.starts import model_folder
     from finetune.plan.builtin import BUILTIN_CONFIGS
 
-    id = recipe.model.id
+    id = model_folder(recipe.model.id, relative_to, where)
+    refuse_idle_revision(id, recipe.model.revision, revision_where)
     if id.startswith(_BUILTIN_PREFIX):
         name = id.removeprefix(_BUILTIN_PREFIX)
         if name not in BUILTIN_CONFIGS:
@@ -96,11 +101,9 @@ def config_of_model(recipe: Recipe, relative_to: Path, where: str) -> dict[str, 
                 fix=did_you_mean(name, BUILTIN_CONFIGS),
             )
         return BUILTIN_CONFIGS[name]
-    given = Path(model_folder(id, relative_to, where)).expanduser()
+    given = Path(id).expanduser()
     if given.exists() or id.startswith((".", "/", "~")):
         return _config_in(given, where)
-    from finetune.model.source import read_config, resolve_model
-
     return read_config(resolve_model(id, recipe.model.revision, weights=False, where=where))
 
 

@@ -22,26 +22,29 @@ def teacher_of_recipe(loaded: Loaded[Recipe]) -> TeacherPlan | None:
     from finetune.plan.teacher import TeacherPlan, runs_beside
 
     recipe = loaded.value
-    section, key = runs_beside(recipe), "model.id"
+    section, key, revision = runs_beside(recipe), "model.id", "model.revision"
     if section is None:
         return None
     teacher = section.teacher
     if teacher.id is not None:
         named = {"id": teacher.id, "revision": teacher.revision, "quantize": teacher.quantize}
         model, key = recipe.model.model_copy(update=named), "distil.teacher.id"
+        revision = "distil.teacher.revision"
     else:
         model = _model_of_run(teacher.run, loaded.folder("distil.teacher.run")) or recipe.model
     taught = recipe.model_copy(update={"model": model})
-    config = config_of_model(taught, loaded.folder(key), loaded.where(key))
+    config = config_of_model(taught, loaded.folder(key), loaded.where(key), loaded.where(revision))
     return TeacherPlan(config, teacher.dtype, model.quantize, model.double_quantization)
 
 
 def _model_of_run(run: str | None, relative_to: Path) -> ModelSection | None:
     """The base of a finished run, and how it is held."""
+    from finetune.model.source import recorded_revision
     from finetune.pipeline.starts import find_folder
     from finetune.recipe.resolve import load_recipe
 
     folder = find_folder(run or "", relative_to)
     if folder is None or not (folder / "recipe.resolved.yaml").is_file():
         return None
-    return load_recipe(str(folder / "recipe.resolved.yaml"), ()).model
+    model = load_recipe(str(folder / "recipe.resolved.yaml"), ()).model
+    return model.model_copy(update={"revision": recorded_revision(model.id, model.revision)})

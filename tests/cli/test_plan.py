@@ -136,6 +136,7 @@ def test_an_unnamed_gpu_without_memory_is_only_forecast() -> None:
         ([RECIPE, "--device", "cpu", "--train-tokens", "10"], "no rate is known"),
         ([RECIPE, "--set", "model.id=builtin:smollm"], "no embedded model"),
         ([RECIPE, "--set", "model.id=./nowhere"], "holds no config.json"),
+        ([RECIPE, "--set", "model.revision=v1"], "revision 'v1' says nothing about builtin:"),
         ([RECIPE, "--set", "train.epoch=1"], "epochs"),
         (["no_such_recipe"], "no_such_recipe"),
     ],
