@@ -95,6 +95,41 @@ def make_tiny_model() -> Callable[..., Any]:
     return build_tiny_model
 
 
+def build_architecture(kind: str, **sizes: Any) -> Any:
+    """A random model of one of transformers' architectures (`Bloom`, `GptOss`), with weights so large that tokens matter.
+
+    sizes: what its configuration has beside or in place of those that most have.
+    """
+    import torch
+    import transformers
+
+    usual: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**usual, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.fixture
+def make_architecture() -> Callable[..., Any]:
+    """`build_architecture`, for tests that need another architecture than Llama's."""
+    return build_architecture
+
+
 @pytest.fixture
 def make_tiny_tokenizer() -> Callable[..., Any]:
     """`build_tiny_tokenizer`, for tests that need a second tokenizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +16,6 @@ from finetune.distil.trainer import LiveTeaching
 from finetune.errors import UserError
 from finetune.model.attention import register_document_attention
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 4},  # carries a state from token to token
     "Bloom": {"n_layer": 2, "n_head": 4},  # distances over the whole row, and an attention of its own
@@ -36,17 +25,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(kind: str, attention: str = "document") -> Any:
-    """A frozen random model of an architecture, its weights large enough that tokens matter."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
-    register_document_attention()
-    model.set_attn_implementation(attention if model._supports_sdpa or kind == "GptOss" else "eager")
-    return model.requires_grad_(False)
+@pytest.fixture
+def build(make_architecture: Any) -> Callable[..., Any]:
+    """build(kind, attention): a frozen teacher of an architecture."""
+
+    def made(kind: str, attention: str = "document") -> Any:
+        model = make_architecture(kind, **KINDS[kind])
+        register_document_attention()
+        model.set_attn_implementation(attention if model._supports_sdpa or kind == "GptOss" else "eager")
+        return model.requires_grad_(False)
+
+    return made
 
 
 @pytest.fixture
@@ -56,7 +45,7 @@ def student(teacher: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["Mamba", "Bloom"])
 def test_a_teacher_whose_packed_rows_see_each_other_is_refused(
-    kind: str, train: Any, make_recipe: Any, student: Any, rows: Any
+    kind: str, train: Any, make_recipe: Any, student: Any, rows: Any, build: Any
 ) -> None:
     recipe = make_recipe({"train.max_steps": 1, "distil.targets": "live"})
     with pytest.raises(UserError, match="the teacher does not keep documents apart") as caught:
@@ -71,7 +60,7 @@ def test_a_teacher_whose_packed_rows_see_each_other_is_refused(
 
 @pytest.mark.parametrize("kind", ["Doge", "GptOss"])
 def test_a_teacher_with_more_than_the_attention_it_is_given(
-    kind: str, train: Any, make_recipe: Any, student: Any, rows: Any
+    kind: str, train: Any, make_recipe: Any, student: Any, rows: Any, build: Any
 ) -> None:
     recipe = make_recipe({"train.max_steps": 1, "distil.targets": "live"})
     with pytest.raises(UserError, match="is not what the teacher computes") as caught:
@@ -80,7 +69,7 @@ def test_a_teacher_with_more_than_the_attention_it_is_given(
 
 
 def test_a_teacher_that_keeps_them_apart_teaches(
-    train: Any, make_recipe: Any, student: Any, rows: Any
+    train: Any, make_recipe: Any, student: Any, rows: Any, build: Any
 ) -> None:
     recipe = make_recipe({"train.max_steps": 1, "distil.targets": "live"})
     result, _, _ = train(recipe, student, LiveTeaching(build("Gemma2"), 259), rows)
@@ -88,7 +77,7 @@ def test_a_teacher_that_keeps_them_apart_teaches(
 
 
 def test_rows_that_are_not_packed_are_asked_of_any_teacher(
-    train: Any, make_recipe: Any, student: Any, rows: Any
+    train: Any, make_recipe: Any, student: Any, rows: Any, build: Any
 ) -> None:
     recipe = make_recipe({"train.max_steps": 1, "train.packing": False, "distil.targets": "live"})
     result, _, _ = train(recipe, student, LiveTeaching(build("Mamba", "sdpa"), 259), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,6 @@ from finetune.model.attention import register_document_attention
 from finetune.training.apart import refuse_state
 from finetune.training.preference import train_preference
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "Mamba": {"state_size": 4},  # carries a state from token to token
     "Bloom": {"n_layer": 2, "n_head": 4},  # distances over the whole row, and an attention of its own
@@ -40,21 +29,23 @@ KINDS: dict[str, dict[str, Any]] = {
 REFUSED = ["Mamba", "Bloom", "XGLM", "GptOss"]
 
 
-def build(kind: str, attention: str = "document", **more: Any) -> Any:
-    """A random model of an architecture, its weights large enough that tokens matter."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS.get(kind, {}), **more})
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
-    register_document_attention()
-    model.set_attn_implementation(attention if model._supports_sdpa else "eager")
-    return model
+@pytest.fixture
+def build(make_architecture: Any) -> Callable[..., Any]:
+    """build(kind, attention): a model of an architecture."""
+
+    def made(kind: str, attention: str = "document") -> Any:
+        model = make_architecture(kind, **KINDS.get(kind, {}))
+        register_document_attention()
+        model.set_attn_implementation(attention if model._supports_sdpa else "eager")
+        return model
+
+    return made
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_whose_packed_rows_see_each_other_is_refused(kind: str, make_recipe: Any, train: Any) -> None:
+def test_a_model_whose_packed_rows_see_each_other_is_refused(
+    kind: str, make_recipe: Any, train: Any, build: Any
+) -> None:
     recipe = make_recipe(adapter__kind="none", train__max_steps=1)
     with pytest.raises(UserError, match="does not keep documents apart") as caught:
         train(recipe, model=lambda recipe: build(kind))
@@ -62,7 +53,7 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(kind: str, make_rec
 
 
 @pytest.mark.parametrize("kind", ["Mamba", "GptOss"])
-def test_it_trains_where_rows_are_not_packed(kind: str, make_recipe: Any, train: Any) -> None:
+def test_it_trains_where_rows_are_not_packed(kind: str, make_recipe: Any, train: Any, build: Any) -> None:
     recipe = make_recipe(adapter__kind="none", train__max_steps=1, train__packing=False)
     result, _, _ = train(recipe, model=lambda recipe: build(kind, "sdpa"))
     assert result.steps == 1
@@ -70,7 +61,7 @@ def test_it_trains_where_rows_are_not_packed(kind: str, make_recipe: Any, train:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("OPT", "fp32"), ("Llama", "bf16"), ("Qwen3Moe", "bf16")])
 def test_a_model_that_keeps_them_apart_trains_packed(
-    kind: str, dtype: str, make_recipe: Any, train: Any
+    kind: str, dtype: str, make_recipe: Any, train: Any, build: Any
 ) -> None:
     recipe = make_recipe(adapter__kind="none", model__dtype=dtype, train__max_steps=1)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -78,7 +69,9 @@ def test_a_model_that_keeps_them_apart_trains_packed(
     assert result.steps == 1
 
 
-def test_an_attention_that_leaves_out_a_part_of_the_model_is_refused(make_recipe: Any, train: Any) -> None:
+def test_an_attention_that_leaves_out_a_part_of_the_model_is_refused(
+    make_recipe: Any, train: Any, build: Any
+) -> None:
     recipe = make_recipe(adapter__kind="none", train__max_steps=1)
     with pytest.raises(UserError, match="is not what this model computes") as caught:
         train(recipe, model=lambda recipe: build("Doge"))
@@ -89,7 +82,7 @@ def test_an_attention_that_leaves_out_a_part_of_the_model_is_refused(make_recipe
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_sinks_are_not_left_out(packing: bool, make_recipe: Any, train: Any) -> None:
+def test_sinks_are_not_left_out(packing: bool, make_recipe: Any, train: Any, build: Any) -> None:
     """GPT-OSS attends by sinks as well, which no kernel of torch's knows."""
     model = build("GptOss")
     model.set_attn_implementation("document")
@@ -104,7 +97,12 @@ def test_sinks_are_not_left_out(packing: bool, make_recipe: Any, train: Any) -> 
 
 @pytest.mark.parametrize("kind", ["Mamba", "Bloom"])
 def test_answers_that_would_see_each_other_are_not_compared(
-    kind: str, make_recipe: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    make_recipe: Any,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Any,
 ) -> None:
     """Whether rows are packed or not: both answers of a pair lie in one row."""
     monkeypatch.setattr("finetune.training.session.measure_peak_flops", lambda dtype, device: 1e12)

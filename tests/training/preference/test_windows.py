@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from finetune.data.pair_tokens import Answer, AnsweredPrompt
 from finetune.model.attention import register_document_attention
 from finetune.training.branches import BranchCollator, Pack, model_inputs
 from finetune.training.head import full_logits_nll
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+WINDOWED: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
     "layer_types": ["sliding_attention", "full_attention"],
     "use_sliding_window": True,
-    "pad_token_id": 2,
 }
 
 
-def build(kind: str, attention: str, window: int) -> Any:
-    torch.manual_seed(0)
-    own = {name: value for name, value in SIZES.items() if kind != "Mistral" or name != "layer_types"}
-    config = getattr(transformers, f"{kind}Config")(**own, sliding_window=window)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
-    register_document_attention()
-    model.set_attn_implementation(attention)
-    return model
+@pytest.fixture
+def build(make_architecture: Any) -> Callable[..., Any]:
+    """build(kind, attention, window=…): a model whose first layer sees a window, of Mistral both layers."""
+
+    def made(kind: str, attention: str, window: int) -> Any:
+        own = {name: value for name, value in WINDOWED.items() if kind != "Mistral" or name != "layer_types"}
+        model = make_architecture(kind, **own, sliding_window=window)
+        register_document_attention()
+        model.set_attn_implementation(attention)
+        return model
+
+    return made
 
 
 def pairs() -> list[AnsweredPrompt]:
@@ -53,7 +46,9 @@ def pairs() -> list[AnsweredPrompt]:
 
 @pytest.mark.parametrize("attention", ["document", "sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Gemma3Text", "Gemma2"])
-def test_a_window_is_kept_in_the_row_of_a_pair(kind: str, attention: str, answer_logps: Any) -> None:
+def test_a_window_is_kept_in_the_row_of_a_pair(
+    kind: str, attention: str, answer_logps: Any, build: Any
+) -> None:
     """A mask of our own, given to every layer, would take the place of the windows."""
     if kind == "Gemma2" and attention != "eager":
         pytest.skip("its soft caps are known to eager alone")
