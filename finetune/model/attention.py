@@ -16,6 +16,7 @@ tokens; padding documents to a common length costs more than it saves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from finetune.model.documents import Segment, cut_mask, find_segments, is_plain_
 from finetune.model.varlen import varlen_attention, varlen_usable
 
 ATTENTION_NAME = "document"
+# Up to so many tokens of its own a segment with a prefix attends in one call under a mask, which is up to 15 % faster than
+# two calls without; of 1,024 it takes a third longer, and the mask of 4,096 has 67 MB.
+_LONGEST_MASK = 512
 # What layers of transformers' models ask for beside queries, keys, values and a mask, and torch's kernels do not compute.
 _LEFT_OUT = {
     "s_aux": "attention sinks",
@@ -122,7 +126,8 @@ def _refuse_left_out(options: dict[str, Any]) -> None:
 class _CpuDocuments(torch.autograd.Function):
     """Flash attention of every segment in fp32, written straight into [B, T, H, D]; only the inputs are kept.
 
-    A segment with a prefix has the prefix's keys and values before its own, and a mask instead of the causal flag.
+    A segment with a prefix has the prefix's keys and values before its own, and a mask instead of the causal flag; a long one
+    attends to both one after the other, and the results are weighed by their sums of exponentials.
 
     Calling the kernels directly, in place of autograd over slices, avoids fp32 copies of q, k, v and the output living
     until the backward, and a zero-filled gradient of the whole row for every slice.
@@ -143,9 +148,13 @@ class _CpuDocuments(torch.autograd.Function):
         for segment in segments:
             q = _widen(_slice(query, segment))
             k, v = (_widen(_with_prefix(tensor, segment)) for tensor in (key, value))
-            attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, **_causality(segment, q.dtype), scale=scale
-            )
+            parts = [
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    q, k[:, :, keys], v[:, :, keys], 0.0, **causality, scale=scale
+                )
+                for keys, causality in _calls(segment, q.dtype)
+            ]
+            attended, log_sum = parts[0] if len(parts) == 1 else _weighed(*parts)
             _slice(output.transpose(1, 2), segment).copy_(attended)
             log_sums.append(log_sum)
         ctx.save_for_backward(query, key, value, output, *log_sums)
@@ -165,12 +174,25 @@ class _CpuDocuments(torch.autograd.Function):
             k, v = (_widen(_with_prefix(tensor, segment)) for tensor in (key, value))
             gradient = _widen(_slice(outward, segment))
             attended = _widen(_slice(output.transpose(1, 2), segment))
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient, q, k, v, attended, log_sum, 0.0, **_causality(segment, q.dtype), scale=ctx.scale
-            )
+            # Of the whole result and its sum of exponentials, so that the parts of a long segment only add up.
+            parts = [
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    gradient,
+                    q,
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    attended,
+                    log_sum,
+                    0.0,
+                    **causality,
+                    scale=ctx.scale,
+                )
+                for keys, causality in _calls(segment, q.dtype)
+            ]
             shared = segment.prefix_length
-            _slice(results[0], segment).copy_(parts[0])
-            for result, part in zip(results[1:], parts[1:], strict=True):
+            whole = parts[0] if len(parts) == 1 else _joined(*parts)
+            _slice(results[0], segment).copy_(whole[0])
+            for result, part in zip(results[1:], whole[1:], strict=True):
                 _slice(result, segment).copy_(part[:, :, shared:])
                 if shared:  # the prefix's own gradient was written before, for it comes earlier in the row
                     result[:, :, segment.prefix_start : segment.prefix_stop].add_(part[:, :, :shared])
@@ -196,6 +218,31 @@ def _causality(segment: Segment, dtype: torch.dtype) -> dict[str, Any]:
     if not segment.prefix_length:
         return {"is_causal": True, "attn_mask": None}
     return {"is_causal": False, "attn_mask": segment.visible(dtype)[None, None]}
+
+
+def _calls(segment: Segment, dtype: torch.dtype) -> list[tuple[slice, dict[str, Any]]]:
+    """The kernel calls of a segment: the keys of each, counted from its prefix on, and their causality."""
+    own = segment.stop - segment.start
+    if not segment.prefix_length or own <= _LONGEST_MASK:
+        return [(slice(None), _causality(segment, dtype))]
+    return [
+        (slice(segment.prefix_length), {"is_causal": False, "attn_mask": None}),
+        (slice(segment.prefix_length, None), {"is_causal": True, "attn_mask": None}),
+    ]
+
+
+def _weighed(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to two sets of keys from attention to each: results [B, H, T, D] and logs of sums [B, H, T]."""
+    log_sum = torch.logaddexp(one[1], other[1])
+    share = (one[1] - log_sum).exp().unsqueeze(-1)
+    return torch.lerp(other[0], one[0], share.to(one[0].dtype)), log_sum
+
+
+def _joined(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of queries, keys and values from those by the first keys and those by the rest."""
+    return [one[0] + other[0], *(torch.cat(pair, dim=2) for pair in zip(one[1:], other[1:], strict=True))]
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
