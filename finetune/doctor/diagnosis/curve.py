@@ -29,7 +29,8 @@ class Curve:
     with the highest loss; empty where unknown.
 
     `accuracy` is the share of pairs whose chosen answer is ahead, with methods that learn from pairs; `margin` how far the
-    rewards of wanted answers are ahead of the others', with all methods that learn from preferences.
+    rewards of wanted answers are ahead of the others', with all methods that learn from preferences; `wanted` and `unwanted`
+    those rewards, either of them missing where a step has no such answer.
     `setting` is what the newest start event says of the run: `method`, `adapter`, `optimizer`, `parameters`; empty in old runs.
     `is_overflow` marks steps whose loss or gradient was not finite, `has_loss_scale` runs whose gradients are scaled (fp16).
     """
@@ -50,6 +51,8 @@ class Curve:
     validation_loss: FloatArray
     accuracy: FloatArray
     margin: FloatArray
+    wanted: FloatArray
+    unwanted: FloatArray
     total_steps: int | None
     setting: Event
     stopped: Event | None
@@ -120,6 +123,8 @@ def read_curve(events: Sequence[Event]) -> Curve:
         step=np.asarray([event["step"] for event in steps], dtype=np.int64),
         accuracy=column("reward_accuracy"),
         margin=_margins(steps),
+        wanted=column("reward_chosen"),
+        unwanted=column("reward_rejected"),
         loss=column("loss"),
         grad_norm=column("grad_norm"),
         update_ratio=column("update_ratio"),

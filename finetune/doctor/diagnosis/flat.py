@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from finetune.doctor.diagnosis.curve import Curve, FloatArray, noise_of, running_median, trend
@@ -156,12 +158,31 @@ def tells_apart(curve: Curve) -> bool:
     """Whether chosen and rejected answers come apart over a run that learns from preferences, which has to be neither a
     fall of the loss by much nor a long way of the weights: its rates are a tenth of those that answers are learnt with, and
     what separates two answers is little of the whole. False for other runs.
+
+    Steps of answers that are judged one by one often hold wanted ones alone or unwanted ones alone, and have no margin: with
+    few margins the two rewards are followed each by itself.
     """
-    margin = curve.margin[np.isfinite(curve.margin)]
-    if not curve.is_of_preferences or len(margin) < _LEAST_STEPS:
+    if not curve.is_of_preferences:
         return False
-    gained, t = trend(margin)
+    margin, wanted, unwanted = (
+        rewards[np.isfinite(rewards)] for rewards in (curve.margin, curve.wanted, curve.unwanted)
+    )
+    if len(margin) >= _LEAST_STEPS:
+        gained, t = trend(margin)
+    elif min(len(wanted), len(unwanted)) >= _LEAST_STEPS // 2:
+        gained, t = _gap(trend(wanted), trend(unwanted))
+    else:
+        return False
     return gained > _LEAST_MARGIN_GAINED and t > _SIGNIFICANT
+
+
+def _gap(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    """By how much more one line rises than another one, and the t statistic of that; both as `trend` gives them."""
+    first, second = (change / t if math.isfinite(t) and t else 0.0 for change, t in (one, other))
+    gained, error = one[0] - other[0], math.hypot(first, second)
+    if error:
+        return gained, gained / error
+    return gained, math.copysign(math.inf, gained) if gained else 0.0
 
 
 def fallen_share(loss: FloatArray) -> float:

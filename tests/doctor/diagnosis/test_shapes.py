@@ -550,3 +550,23 @@ def test_preferences_that_come_apart_slowly_are_no_rate_too_low(
     assert shape() == "rate_too_low"
     setting["method"] = "sft"
     assert shape(**fields) == "rate_too_low"
+
+
+def judged_one_by_one(make_events: Make, gained: float, *, n: int = 120, noise: float = 0.02) -> str:
+    """KTO with one answer a step: the loss stays near a half, every step has the reward of one kind of answer and no margin."""
+    draw = np.random.default_rng(7)
+    shaken = noise * draw.standard_normal(n + 1)
+    events = make_events(lambda step: 0.5 - 0.02 * gained * step / n, n=n, update_ratio=6e-4)
+    events[0]["setting"] = {"method": "kto", "adapter": "lora", "optimizer": "adamw", "parameters": 10**8}
+    for event in events[1:]:
+        step, wanted = event["step"], bool(draw.integers(2))
+        reward = (1 if wanted else -1) * gained / 2 * step / n + float(shaken[step])
+        event["reward_chosen" if wanted else "reward_rejected"] = reward
+    return first_shape(events)
+
+
+def test_answers_that_are_judged_one_by_one_come_apart_although_no_step_holds_both(make_events: Make) -> None:
+    assert judged_one_by_one(make_events, 0.1) == "healthy"
+    assert judged_one_by_one(make_events, 0.1, n=40) == "healthy"
+    assert judged_one_by_one(make_events, 0.0) == "data_too_hard"
+    assert judged_one_by_one(make_events, -0.1) == "data_too_hard"  # what is wanted becomes less likely
