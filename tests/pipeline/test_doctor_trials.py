@@ -161,7 +161,7 @@ def test_documents_of_a_pack_that_see_each_other_are_found(
     monkeypatch.setattr(
         attention,
         "find_segments",
-        lambda n_rows, n_tokens, places, lengths, branches: find(n_rows, n_tokens, None, None, branches),
+        lambda n_rows, n_tokens, *boundaries: find(n_rows, n_tokens, None, None, None),
     )
     found = examine(project)["packing"]
     assert found.status == "fault" and "train.packing: false" in found.remedy
