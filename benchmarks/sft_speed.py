@@ -196,7 +196,7 @@ def share_of_peak(source: Any, rows: Rows, rate: float, options: argparse.Namesp
     return work / sum(lengths) * rate / peak, peak
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,7 +207,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=CONTENDERS, help="Measure one contender and print it as JSON.")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
     source = tiny_source() if options.tiny else resolve_model("builtin:smollm2-135m-instruct")
     n_vocabulary = 256 if options.tiny else 40_000
     rows = make_rows(options.rows_per_batch * options.steps, n_vocabulary, options.common_tokens)

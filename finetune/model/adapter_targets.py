@@ -27,8 +27,15 @@ _READ_PAST = {
 }
 _FROM_COMPONENTS = ("pissa", "olora", "loftq", "eva")
 
-_HEAD = "the loss never builds the head's full output, so an adapter there would not be trained"
-_PAST = "its weights are read past an adapter, which would not be trained, or not be used"
+# What a layer is that no adapter can be on, and why.
+_HEAD = (
+    "the output head",
+    "the loss never builds the head's full output, so an adapter there would not be trained",
+)
+_PAST = (
+    "a part of a state-space layer",
+    "its weights are read past an adapter, which would not be trained, or not be used",
+)
 
 
 def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str, list[str]]:
@@ -73,10 +80,8 @@ def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str,
             )
         elif wrong:
             what, why = "which is not a linear layer", ""
-            if modules[wrong[0]] is head:
-                what, why = "the output head", _HEAD
-            elif wrong[0] in past:
-                what, why = "a part of a state-space layer", _PAST
+            if wrong[0] in past or modules[wrong[0]] is head:
+                what, why = _PAST if wrong[0] in past else _HEAD
             faults.append(
                 Fault(
                     f"'{target}' selects {wrong[0]}, {what}",
