@@ -19,11 +19,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def parse_bytes(text: str) -> int:
-    """'24GB' -> 24_000_000_000; GiB and friends are binary. A bare number is bytes."""
+def parse_bytes(text: str, *, where: str = "") -> int:
+    """'24GB' -> 24_000_000_000; GiB and friends are binary. A bare number is bytes. Raises UserError, at `where`."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _SIZE_UNITS:
-        raise UserError(f"'{text}' is not a size", fix="write it like 24GB, 500MB or 16GiB")
+        raise UserError(f"'{text}' is not a size", where=where, fix="write it like 24GB, 500MB or 16GiB")
     return int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
 
 

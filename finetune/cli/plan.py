@@ -69,7 +69,9 @@ ProbeOption = Annotated[
         "--probe", help="Train a few steps here, for the rate and the tokens of the whole training."
     ),
 ]
-ProbeStepsOption = Annotated[int, typer.Option(min=2, help="Steps of --probe; the first one warms up.")]
+ProbeStepsOption = Annotated[
+    int | None, typer.Option(min=2, help="Steps of --probe, default 3; the first one warms up.")
+]
 PriceOption = Annotated[float | None, typer.Option(min=0.0, help="Price of one device for an hour.")]
 
 
@@ -88,13 +90,14 @@ def plan_recipe(
     rows: Annotated[int | None, typer.Option(min=1, help="Train rows; counts steps without packing.")] = None,
     tokens_per_second: RateOption = None,
     probe: ProbeOption = False,
-    probe_steps: ProbeStepsOption = 3,
+    probe_steps: ProbeStepsOption = None,
     price_per_hour: PriceOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Forecast a recipe term by term, and say whether it fits (exit code 13 if not) and what to change."""
+    from finetune.cli.plan_flags import PROBE_STEPS, refuse_for_recipe, refuse_unused
     from finetune.cli.plan_inputs import answer_tokens, config_of_recipe
-    from finetune.cli.plan_page import Forecasts, Plan, find_target, plan_time, refuse_unused, run_probe
+    from finetune.cli.plan_page import Forecasts, Plan, find_target, plan_time, run_probe
     from finetune.cli.plan_teacher import teacher_of_recipe
     from finetune.plan.cost import training_cost
     from finetune.plan.fits import fits
@@ -105,6 +108,7 @@ def plan_recipe(
         tokens_per_second=tokens_per_second,
         price_per_hour=price_per_hour,
         probe=probe,
+        probe_steps=probe_steps,
     )
     found = read_recipe(recipe, overrides or ())
     config, teacher = config_of_recipe(found), teacher_of_recipe(found)
@@ -112,10 +116,11 @@ def plan_recipe(
     target = find_target(device, memory)
 
     forecasts = Forecasts(config, target, devices, sharding, offload, longest_pack, answers.tokens, teacher)
+    refuse_for_recipe(loaded, forecasts, train_tokens, rows)
     worst = forecasts.worst(loaded)
     fit = fits(worst, target.memory_bytes, loaded, forecasts.worst) if target.memory_bytes else None
     planned = forecasts.training(loaded)
-    probed = run_probe(recipe, overrides or (), target, probe_steps) if probe else None
+    probed = run_probe(recipe, overrides or (), target, probe_steps or PROBE_STEPS) if probe else None
     time = plan_time(loaded, config, target, planned, train_tokens, rows, tokens_per_second, devices, probed)
     cost = None
     if time is not None and price_per_hour is not None:

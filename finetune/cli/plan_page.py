@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +56,7 @@ def find_target(device: str | None, memory: str | None) -> Target:
     """The device by name; without one, CUDA where its driver is loaded, else this machine's processor and memory."""
     from finetune.plan.time import device_spec
 
-    memory_bytes = parse_bytes(memory) if memory is not None else None
+    memory_bytes = parse_bytes(memory, where="--memory") if memory is not None else None
     if memory_bytes is not None and memory_bytes < _LEAST_MEMORY_BYTES:
         raise UserError(
             f"'{memory}' is {format_bytes(memory_bytes)}, and holds nothing",
@@ -90,9 +89,9 @@ class Forecasts:
     teacher: TeacherPlan | None = None
 
     def training(self, recipe: Recipe) -> Forecast:
-        from finetune.plan.memory import forecast_training
+        from finetune.plan.memory import forecast_training, most_row_tokens
 
-        limit = recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
+        limit = most_row_tokens(recipe)
         return forecast_training(
             recipe,
             self.config,
@@ -155,34 +154,6 @@ def plan_time(
     return training_time(recipe, train_tokens, rate, n_rows=n_rows, n_devices=n_devices, basis=basis)
 
 
-def refuse_unused(
-    *, train_tokens: int | None, tokens_per_second: float | None, price_per_hour: float | None, probe: bool
-) -> None:
-    """Raise UserError for what would be passed over: a rate or a price without a length, or beside a probe that measures it."""
-    told = {"--train-tokens": train_tokens, "--tokens-per-second": tokens_per_second}
-    if probe and (given := [flag for flag, value in told.items() if value is not None]):
-        raise UserError(
-            "a probe counts the tokens and measures the rate by itself",
-            where=", ".join(given),
-            fix="leave out --probe, or these",
-        )
-    if price_per_hour is not None and not math.isfinite(price_per_hour):
-        raise UserError(
-            f"{price_per_hour} is not a price", where="--price-per-hour", fix="give a number from 0 up"
-        )
-    told = {"--tokens-per-second": tokens_per_second, "--price-per-hour": price_per_hour}
-    if (
-        train_tokens is None
-        and not probe
-        and (given := [flag for flag, value in told.items() if value is not None])
-    ):
-        raise UserError(
-            "no time and no price follow without the length of the training",
-            where=", ".join(given),
-            fix="add --probe, which measures it here, or --train-tokens with the tokens of one epoch",
-        )
-
-
 def run_probe(recipe: str, overrides: Sequence[str], target: Target, n_steps: int) -> Probe:
     """A few steps on this machine. Raises UserError where the plan is for another one."""
     if target.spec is not None:
@@ -235,7 +206,7 @@ class Plan:
         training = self.training
         lines = [
             f"{self.recipe.name}: {self.recipe.model.id}, {format_count(training.n_parameters)} parameters, "
-            f"{format_count(training.n_trainable)} trained, on {self.target.name}",
+            f"{format_count(training.n_trainable)} trained, on {self._devices()}",
             "",
             *_term_lines(training),
             "",
@@ -259,6 +230,11 @@ class Plan:
             ratio = training.total_bytes / self.probe.peak_bytes
             lines.append(f"  the probe used {used} (forecast / used {ratio:.2f})")
         return "\n".join([*lines, "", *self._fit_lines()])
+
+    def _devices(self) -> str:
+        """The device, or how many of them share the work and how."""
+        count, how = (self.training.assumptions[name] for name in ("world_size", "sharding"))
+        return self.target.name if count == 1 else f"{count} × {self.target.name} ({how}; figures of one)"
 
     def _fit_lines(self) -> list[str]:
         fit = self.fit

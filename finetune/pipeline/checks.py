@@ -71,7 +71,7 @@ def forecasts_here(
     longest_row = recipe.data.max_tokens if rows is None else longest_example(recipe, rows)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        longest = _longest_forward(recipe, config, rows, longest_row, device)
+        longest = None if rows is None else _longest_forward(recipe, config, rows, longest_row, device)
         training = forecast_training(
             recipe,
             config,
@@ -88,6 +88,7 @@ def forecasts_here(
             max((suite.decoding.max_new_tokens for suite in suites), default=1),
             recipe.eval.dtype,
             device=device,
+            behind_training=recipe.model.dtype != "fp32",
         )
     except NoMemoryModelError:
         return None
@@ -101,7 +102,7 @@ def forecasts_here(
 
 
 def _longest_forward(
-    recipe: Recipe, config: Mapping[str, Any], rows: Split | None, longest_row: int, device: Device
+    recipe: Recipe, config: Mapping[str, Any], rows: Split, longest_row: int, device: Device
 ) -> int:
     """Tokens of the longest row or pack that goes through the model; that of a full pack where it is not known."""
     train = recipe.train

@@ -193,7 +193,11 @@ def read_architecture(config: Mapping[str, Any], *, where: str = "config.json") 
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = text
-    model_type = str(config.get("model_type", ""))
+    model_type = str(config.get("model_type") or "")
+    if not model_type:
+        raise UserError(
+            "it names no model_type", where=where, fix="take config.json from the model's own folder"
+        )
     if model_type == "gpt2":
         return _read_gpt2(config, where)
     if model_type not in _FAMILIES:

@@ -32,6 +32,7 @@ from finetune.plan.teacher import TeacherPlan, loss_bytes, runs_beside
 from finetune.plan.trained import DOUBLED_STARTS, trained_elements
 from finetune.plan.weights import forward_bytes, weight_terms
 from finetune.recipe.adapter_section import LOW_RANK, TARGETED, VIRTUAL_TOKENS
+from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 
 # The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
@@ -171,9 +172,19 @@ def _stored_bytes(config: Mapping[str, Any], architecture: Architecture, weight_
 
 def _row_tokens(recipe: Recipe, longest_pack_tokens: int | None) -> int:
     """Tokens of the longest pack or row, virtual ones in front included."""
-    limit = recipe.train.pack_tokens if recipe.train.packing else recipe.data.max_tokens
     in_front = recipe.adapter.virtual_tokens if recipe.adapter.kind in VIRTUAL_TOKENS else 0
-    return (longest_pack_tokens or limit) + in_front
+    return (longest_pack_tokens or most_row_tokens(recipe)) + in_front
+
+
+def most_row_tokens(recipe: Recipe) -> int:
+    """Tokens that a pack holds at the most, or a row without packing: `data.max_tokens` limits a prompt with one answer, and
+    a pair, or an answer with KTO's mismatched one, has two."""
+    train = recipe.train
+    return (
+        train.pack_tokens
+        if train.packing
+        else recipe.data.max_tokens * train.preference.answers_of(train.method)
+    )
 
 
 def adapter_parameters(
@@ -222,7 +233,8 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
 def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
     """The attention that the recipe takes. Padded batches and packed rows without `document` attend under a mask."""
     kind = recipe.attention
-    padded = not recipe.train.packing and recipe.train.micro_batch_size > 1
+    by_segment = kind == "document" and recipe.train.method in PREFERENCE_METHODS  # rows of a batch, too
+    padded = not recipe.train.packing and recipe.train.micro_batch_size > 1 and not by_segment
     masked = padded or (recipe.train.packing and kind == "sdpa")
     # A micro-batch of packs is laid end to end, so a dense mask spans all of it.
     n_tokens = row_tokens * (recipe.train.micro_batch_size if recipe.train.packing else 1)

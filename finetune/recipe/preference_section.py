@@ -107,6 +107,11 @@ class PreferenceSection(Section):
         """One weight for each of `losses_of`."""
         return tuple(self.loss_weights) or (1.0,) * len(self.losses_of(method))
 
+    def answers_of(self, method: Method) -> int:
+        """Answers that lie in a row for one example: two of a pair, and KTO's own beside one of another prompt, by which its
+        loss estimates the divergence."""
+        return 2 if method in PAIR_METHODS or self.losses_of(method) == ("kto",) else 1
+
     def nll_weight_of(self, method: Method) -> float:
         """Weight of the chosen answers' negative log-likelihood per token."""
         if method == "orpo":

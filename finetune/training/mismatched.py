@@ -30,7 +30,7 @@ def trained_tokens(examples: Sequence[AnsweredPrompt], train: TrainSection) -> l
 
 def uses_mismatched_answers(preference: PreferenceSection) -> bool:
     """Whether the loss of train.method kto measures from the KL divergence."""
-    return preference.losses_of("kto") == ("kto",)
+    return preference.answers_of("kto") == 2
 
 
 def with_mismatched_answers(examples: Sequence[AnsweredPrompt]) -> list[AnsweredPrompt]:
