@@ -11,6 +11,7 @@ from finetune.data.pair_tokens import AnsweredPrompt
 from finetune.model.adapters import without_adapters
 from finetune.model.documents import attends_to_everything
 from finetune.training.branches import BranchCollator, Pack, model_inputs
+from finetune.training.head import supports_target_head
 
 _LONGEST_CHECK_TOKENS = 512
 # Relative to the state's norm; an answer that sees another one, or wrong positions, is off by far more.
@@ -51,11 +52,16 @@ def _shortened(example: AnsweredPrompt) -> AnsweredPrompt:
 
 def _states(model: Any, base: Any, example: AnsweredPrompt, share: bool) -> torch.Tensor:
     """[M + A, D] hidden states from which everything about the answers is read: those that predict their tokens, one by one,
-    and those at their last tokens. A neighbour that is seen too much may show in the first few only.
+    and those at their last tokens. A neighbour that is seen too much may show in the first few only. Logits in place of
+    hidden states where training reads those, for the model's own forward pass may leave something out.
     """
     device = next(model.parameters()).device
     laid_out = BranchCollator(share)([Pack([example])])
     batch = {name: value.to(device) for name, value in laid_out.items() if isinstance(value, torch.Tensor)}
     inputs = model_inputs(batch, base.config._attn_implementation, base.dtype)
-    hidden: torch.Tensor = base.base_model(**inputs, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1)[torch.cat([batch["sources"], batch["last_places"]])].float()
+    states: torch.Tensor
+    if supports_target_head(base):
+        states = base.base_model(**inputs, use_cache=False).last_hidden_state
+    else:
+        states = base(**inputs, use_cache=False).logits
+    return states.flatten(0, 1)[torch.cat([batch["sources"], batch["last_places"]])].float()

@@ -244,6 +244,24 @@ def test_a_layer_that_looks_at_the_token_before_is_noticed(
     handle.remove()
 
 
+def test_a_forward_pass_that_does_not_hand_branches_on_is_noticed(
+    make_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model whose logits are scaled, so that training goes through its own forward pass."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    register_document_attention()
+    config = CohereConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, logit_scale=0.5, attn_implementation="document",
+    )  # fmt: skip
+    model = CohereForCausalLM(config)
+    assert prefixes_can_be_shared(model, make_recipe(), _rows())
+    whole = model.forward
+    monkeypatch.setattr(model, "forward", lambda branches, **options: whole(**options))
+    assert not prefixes_can_be_shared(model, make_recipe(), _rows())
+
+
 def test_rows_are_silenced_in_their_own_part(make_recipe: Any, model: Any, tiny_tokenizer: Any) -> None:
     rows = _rows()
     recipe = make_recipe(train__pack_tokens=400)
