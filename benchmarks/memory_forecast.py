@@ -27,7 +27,7 @@ from finetune.plan.kernel_cache import limit_kernel_caches
 
 EMBEDDED = "builtin:smollm2-135m-instruct"
 WIDE_SHAPE = {
-    "vocab_size": 32000,
+    "vocab_size": 49_152,
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 6,
