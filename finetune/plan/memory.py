@@ -32,7 +32,6 @@ from finetune.plan.teacher import TeacherPlan, loss_bytes, runs_beside
 from finetune.plan.trained import DOUBLED_STARTS, trained_elements
 from finetune.plan.weights import forward_bytes, weight_terms
 from finetune.recipe.adapter_section import LOW_RANK, TARGETED, VIRTUAL_TOKENS
-from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 
 # The most that the telemetry copies of the weights in fp32 (finetune/telemetry/updates.py).
@@ -233,7 +232,7 @@ def tuning_of(recipe: Recipe, architecture: Architecture, device: Device = "cpu"
 def attention_of(recipe: Recipe, row_tokens: int) -> AttentionPattern:
     """The attention that the recipe takes. Padded batches and packed rows without `document` attend under a mask."""
     kind = recipe.attention
-    by_segment = kind == "document" and recipe.train.method in PREFERENCE_METHODS  # rows of a batch, too
+    by_segment = kind == "document" and recipe.learns_preferences  # rows of a batch, too
     padded = not recipe.train.packing and recipe.train.micro_batch_size > 1 and not by_segment
     masked = padded or (recipe.train.packing and kind == "sdpa")
     # A micro-batch of packs is laid end to end, so a dense mask spans all of it.

@@ -148,11 +148,16 @@ class Recipe(Section):
     )
 
     @property
+    def learns_preferences(self) -> bool:
+        """Whether answers are compared or judged; those to one prompt then lie in one row."""
+        return self.train.method in PREFERENCE_METHODS
+
+    @property
     def attention(self) -> Literal["document", "sdpa", "eager"]:
         """`model.attention` with `auto` resolved: documents that lie in one row are attended one by one."""
         if self.model.attention != "auto":
             return self.model.attention
-        one_row = self.train.packing or self.train.method in PREFERENCE_METHODS
+        one_row = self.train.packing or self.learns_preferences
         return "document" if one_row else "sdpa"
 
     @property
