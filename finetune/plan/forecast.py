@@ -31,9 +31,9 @@ TERMS = (
     "process",
 )
 
-# Resident set of a process that has imported the training stack, measured its products and saved once, without weights:
-# 180 MB of libraries, 220 MB of objects on the heap, 220 MB of Python's own arenas, code and stacks (by mallinfo2 and
-# /proc/self/status, while SmolLM2-135M was trained); and what bitsandbytes adds.
+# Resident set of a process that has imported all of a run, measured its products and saved once, without weights: 180 MB of
+# libraries, the rest objects on the heap, Python's own arenas, code and stacks (by mallinfo2 and /proc/self/status, while
+# SmolLM2-135M was trained); and what bitsandbytes adds.
 CPU_PROCESS_BYTES = 680_000_000
 CPU_QUANTIZED_BYTES = 10_000_000
 # Context, kernels and library workspaces of a CUDA process; an allowance, not seen by the allocator's own counters.
