@@ -142,6 +142,7 @@ def measure_answers(case: Case) -> Result:
     """Answer random prompts in this process, as the evaluation does, and read the peak."""
     import random
 
+    import finetune.pipeline.run  # noqa: F401  a run has all of this loaded
     from finetune.evaluation.generate import generate
     from finetune.evaluation.stopping import StopRule
     from finetune.model.load import load_model, load_tokenizer
