@@ -36,10 +36,11 @@ finetune: $(STAMP)  ## the main job: RECIPE=… SET="a.b=1 profile=smoke" LAUNCH
 	@$(BIN)/finetune run $(RECIPE) $(OVERRIDES) $(if $(LAUNCH),--launch $(LAUNCH))
 
 eval: $(STAMP)  ## paired evaluation: RUN=runs/<id> BASELINE=base
-	@$(BIN)/finetune eval run $(RUN) --baseline $(BASELINE)
+	@$(BIN)/finetune eval run $(or $(RUN),$(error which run? make eval RUN=runs/<id>)) --baseline $(BASELINE)
 
 merge: $(STAMP)  ## adapter into the base, proven equal: RUN=runs/<id> OUT=out/merged
-	@$(BIN)/finetune merge adapter $(RUN) --out $(OUT)
+	@$(BIN)/finetune merge adapter $(or $(RUN),$(error which run? make merge RUN=runs/<id> OUT=out/merged)) --out \
+		$(or $(OUT),$(error where to? make merge RUN=$(RUN) OUT=out/merged))
 
 # One process a core and one thread each: the models of the tests are too small for more threads to help.
 test: $(STAMP)  ## the tests (offline, CPU, minutes)
