@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from finetune.data.curate.swapped import find_swapped
 from finetune.data.rows import Row
 from finetune.doctor.finding import Finding, examine, ok, skipped, warning
-from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 
 # Annotators disagree now and then; of exact opposites, more than this share is a mistake in how the rows were made.
@@ -22,7 +21,7 @@ _OF_DATA = "data.spec"
 
 def check_judgements(recipe: Recipe, train: Sequence[Row]) -> Iterator[Finding]:
     """What the train rows of a preference method say of their answers; nothing for other methods."""
-    if recipe.train.method not in PREFERENCE_METHODS:
+    if not recipe.learns_preferences:
         return
     yield from examine("data", "swapped pairs", lambda: check_swapped(train))
     if recipe.train.method == "kto":

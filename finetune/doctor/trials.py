@@ -26,7 +26,6 @@ from finetune.doctor.memory import Room, check_probe, longest_batch, out_of_memo
 from finetune.doctor.rates import usual_rate
 from finetune.doctor.trained import gradients_cut
 from finetune.model.adapters import CutGraphError, trainable_parameters
-from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 from finetune.telemetry.events import read_events
 from finetune.telemetry.memory import peak_memory_bytes, reset_peak_memory
@@ -60,10 +59,6 @@ class Trials:
     train: TrainRows
     n_parameters: int
     kept: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
-
-    @property
-    def learns_pairs(self) -> bool:
-        return self.recipe.train.method in PREFERENCE_METHODS
 
     def close(self) -> None:
         """Remove what was written."""
@@ -113,7 +108,9 @@ class Trials:
             micro_batch_size=1,
             pack_tokens=longest,
         )
-        start = _copied(self.model) if self.learns_pairs else {}  # what the reference of a pair is taken from
+        start = (
+            _copied(self.model) if self.recipe.learns_preferences else {}
+        )  # what the reference of a pair is taken from
         with _folder() as whole, _folder() as continued:
             self.train(settled, self.model, rows, whole, ())
             _restore(self.model, start)
@@ -159,11 +156,15 @@ class Trials:
             weight_decay=0.0,
         )
         folder = Path(self.kept.name)
-        watch = _StopWhenLearnt(folder / "events.jsonl", pairs=self.learns_pairs)
+        watch = _StopWhenLearnt(folder / "events.jsonl", pairs=self.recipe.learns_preferences)
         self.train(settled, self.model, rows, folder, (watch,))
         steps = [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
         return judge_overfit(
-            steps, len(rows), self.recipe.adapter.kind, pairs=self.learns_pairs, was_cut_short=watch.is_late
+            steps,
+            len(rows),
+            self.recipe.adapter.kind,
+            pairs=self.recipe.learns_preferences,
+            was_cut_short=watch.is_late,
         )
 
     def reload(self, load: Callable[[Path], Any]) -> Finding:

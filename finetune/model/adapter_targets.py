@@ -27,7 +27,8 @@ _READ_PAST = {
 }
 _FROM_COMPONENTS = ("pissa", "olora", "loftq", "eva")
 
-# What a layer is that no adapter can be on, and why.
+# What a module is that no adapter can be on, and why.
+_NOT_LINEAR = ("which is not a linear layer", "")
 _HEAD = (
     "the output head",
     "the loss never builds the head's full output, so an adapter there would not be trained",
@@ -79,9 +80,7 @@ def target_module_names(model: nn.Module, targets: str | list[str]) -> dict[str,
                 )
             )
         elif wrong:
-            what, why = "which is not a linear layer", ""
-            if wrong[0] in past or modules[wrong[0]] is head:
-                what, why = _PAST if wrong[0] in past else _HEAD
+            what, why = _PAST if wrong[0] in past else _HEAD if modules[wrong[0]] is head else _NOT_LINEAR
             faults.append(
                 Fault(
                     f"'{target}' selects {wrong[0]}, {what}",

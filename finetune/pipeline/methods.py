@@ -75,7 +75,7 @@ def train_by_method(
 ) -> Any:
     """The TrainResult of the recipe's method; `options` are those that `train_sft` and `train_preference` share, and for
     distil what the teacher says."""
-    if recipe.train.method in PREFERENCE_METHODS:
+    if recipe.learns_preferences:
         from finetune.training.preference import train_preference
 
         return train_preference(

@@ -164,9 +164,9 @@ _ONLY_WHILE_ANSWERING = ("activations", "logits", "kv_cache", "fragmentation")
 def _stored_bytes(config: Mapping[str, Any], architecture: Architecture, weight_bytes: int) -> int:
     """The weight file, while a model is loaded from it in another type; weights of the file's own type are its pages."""
     stored = {"bfloat16": 2, "float16": 2, "float32": 4}.get(
-        str(config.get("dtype") or config.get("torch_dtype"))
+        str(config.get("dtype") or config.get("torch_dtype")), weight_bytes
     )
-    return 0 if stored in (None, weight_bytes) else architecture.n_parameters * (stored or 0)
+    return 0 if stored == weight_bytes else architecture.n_parameters * stored
 
 
 def _row_tokens(recipe: Recipe, longest_pack_tokens: int | None) -> int:

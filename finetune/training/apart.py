@@ -24,7 +24,6 @@ from finetune.data.tokenise import TokenisedRow
 from finetune.errors import UserError
 from finetune.model.adapters import without_adapters
 from finetune.model.attention import ATTENTION_NAME, AttentionLeftOutError
-from finetune.recipe.preference_section import PREFERENCE_METHODS
 from finetune.recipe.schema import Recipe
 from finetune.training.branches import Pack
 from finetune.training.losses import PLAIN
@@ -50,7 +49,7 @@ _OTHER_MODEL = (
 
 def refuse_state(skeleton: Any, recipe: Recipe) -> None:
     """Raise UserError where it is known without weights: layers that carry a state from token to token and cannot reset it."""
-    compares = recipe.train.method in PREFERENCE_METHODS
+    compares = recipe.learns_preferences
     if not carries_state(skeleton, resets=not compares) or not (compares or recipe.train.packing):
         return
     where, fix = ("train.method", _OTHER_MODEL) if compares else ("train.packing", _NO_PACKING)
