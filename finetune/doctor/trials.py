@@ -108,9 +108,8 @@ class Trials:
             micro_batch_size=1,
             pack_tokens=longest,
         )
-        start = (
-            _copied(self.model) if self.recipe.learns_preferences else {}
-        )  # what the reference of a pair is taken from
+        # What the reference of a pair is taken from.
+        start = _copied(self.model) if self.recipe.learns_preferences else {}
         with _folder() as whole, _folder() as continued:
             self.train(settled, self.model, rows, whole, ())
             _restore(self.model, start)
